@@ -1,0 +1,3 @@
+"""Submit containerized Megatron-Core and ModelOpt post-training to Slurm."""
+
+__version__ = "0.1.0"

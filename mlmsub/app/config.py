@@ -1,0 +1,106 @@
+"""The user's side: environment, configuration folder, profiles. The only module that looks at `os.environ`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlmsub.core import profile as profiles
+from mlmsub.core.errors import UsageError
+from mlmsub.core.profile import Profile
+from mlmsub.core.strict import build, nearest
+
+
+@dataclass(frozen=True)
+class User:
+    """Who calls, from where: environment variables and the folders that follow from them."""
+
+    environ: Mapping[str, str]
+    cwd: Path
+
+    @classmethod
+    def current(cls) -> User:
+        try:
+            return cls(dict(os.environ), Path.cwd())
+        except FileNotFoundError:
+            raise UsageError("the working directory is gone", fix="cd to one that exists") from None
+
+    def get(self, name: str) -> str:
+        return self.environ.get(name, "")
+
+    @property
+    def profiles_dir(self) -> Path:
+        return self._xdg("XDG_CONFIG_HOME", ".config") / "profiles"
+
+    @property
+    def records_dir(self) -> Path:
+        return self._xdg("XDG_STATE_HOME", ".local/state") / "runs"
+
+    def _xdg(self, variable: str, default: str) -> Path:
+        base = self.get(variable)
+        if not base.startswith("/"):  # the XDG specification: a relative path is to be ignored
+            base = f"{self.get('HOME') or Path.home()}/{default}"
+        return Path(base) / "mlmsub"
+
+
+@dataclass(frozen=True)
+class NamedProfile:
+    name: str
+    profile: Profile
+    source: str
+
+
+def profile_names(user: User) -> list[str]:
+    found = [path.stem for path in user.profiles_dir.glob("*.yaml")] if user.profiles_dir.is_dir() else []
+    return sorted({*found, "local"})
+
+
+def load_profile(user: User, name: str) -> NamedProfile:
+    """The profile of this name, or in this file; without a name MLMSUB_PROFILE's, else `default`, else the only one."""
+    name = name or user.get("MLMSUB_PROFILE") or _only(user)
+    path = user.cwd / name if name.endswith((".yaml", ".yml")) else user.profiles_dir / f"{name}.yaml"
+    if path.is_file():
+        data = read_yaml(path)
+        return NamedProfile(path.stem, build(Profile, data if data != "" else {}, str(path)), str(path))
+    if name == "local":
+        return NamedProfile("local", profiles.LOCAL, "built in")
+    if path.parent == user.profiles_dir:
+        known = profile_names(user)
+        raise UsageError(
+            f"there is no profile {name!r}{nearest(name, known)}",
+            fix=f"the profiles are: {', '.join(known)}; they lie in {user.profiles_dir} (see docs/profiles.md)",
+        )
+    raise UsageError(f"there is no profile file {path}")
+
+
+def _only(user: User) -> str:
+    own = [name for name in profile_names(user) if name != "local"]
+    if "default" in own:
+        return "default"
+    if len(own) == 1:
+        return own[0]
+    if not own:
+        raise UsageError(
+            "no profile is set up",
+            fix=f"write {user.profiles_dir}/default.yaml (see docs/profiles.md), or try `--profile local`",
+        )
+    raise UsageError(
+        f"which profile? there are {', '.join(own)}", fix="give --profile, or set MLMSUB_PROFILE"
+    )
+
+
+def read_yaml(path: Path) -> object:
+    """The file with every scalar as a string (see core.strict); UsageError names line and problem."""
+    import yaml
+
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    try:
+        return yaml.load(path.read_bytes(), Loader=loader)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UsageError(f"{at}: not YAML: {getattr(error, 'problem', error)}") from None

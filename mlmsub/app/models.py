@@ -1,0 +1,62 @@
+"""Find a model's conf: in the catalogue by name, or a file of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlmsub.app import resources
+from mlmsub.app.config import read_yaml
+from mlmsub.core import modelconf, stages
+from mlmsub.core.errors import UsageError
+from mlmsub.core.modelconf import ModelConf
+from mlmsub.core.spec import encode
+from mlmsub.core.strict import build
+
+
+@dataclass(frozen=True)
+class Found:
+    """A conf to ship as `file_name`; `conf` is None for a `.sh` file, which only the job sources."""
+
+    model: str
+    file_name: str
+    text: str
+    conf: ModelConf | None
+
+
+def find(name: str, cwd: Path) -> Found:
+    """The conf of a catalogue name, or of a path that ends in .yaml, .yml or .sh."""
+    if name.endswith((".yaml", ".yml", ".sh")):
+        path = cwd / name
+    else:
+        known = resources.conf_names()
+        exact = next((k for k in known if k.lower() == name.lower()), None)
+        if exact is None:
+            raise modelconf.unknown(name, known, str(resources.root() / "conf"))
+        path = resources.root() / "conf" / f"{exact}.yaml"
+    if not path.is_file():
+        raise UsageError(f"the model conf {path} does not exist")
+    if path.suffix == ".sh":
+        return Found(path.stem, "model.sh", encode(path.read_bytes()), None)
+    conf = build(ModelConf, read_yaml(path), str(path))
+    return Found(conf.model, "model.yaml", encode(path.read_bytes()), conf)
+
+
+def conf_of(
+    stage: stages.Stage, args: tuple[str, ...], cwd: Path
+) -> tuple[Found | None, tuple[str, ...], str]:
+    """(conf, arguments for the job, model) of a stage's arguments; `script` has no conf of ours."""
+    if stage.name == stages.SCRIPT:
+        words = tuple(args[0].split()) if len(args) == 1 else args  # the reference's one quoted word
+        if not words:
+            raise UsageError("script needs a command", fix="mlmsub submit script ... -- eagle3.sh MODEL")
+        return None, words, words[1] if len(words) > 1 and not words[1].startswith("-") else ""
+    usage = " ".join(("mlmsub submit", stage.name, "MODEL", *(f"[{name}]" for name in stage.extra)))
+    if not args:
+        raise UsageError(f"{stage.name} needs a model", fix=usage)
+    if len(args) > 1 + len(stage.extra):
+        raise UsageError(f"{stage.name}: unexpected argument {args[1 + len(stage.extra)]!r}", fix=usage)
+    found = find(args[0], cwd)
+    if found.conf:
+        modelconf.check_stage(found.conf, stage.name)
+    return found, (found.model, *args[1:]), found.model

@@ -1,0 +1,96 @@
+"""One JSON record per run on the client's side, written atomically; no other database."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mlmsub.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the client must know to find a run again. `job_id` is empty while a submission is under way."""
+
+    run_id: str
+    profile: str
+    scheduler: str
+    host: str
+    runs_root: str
+    run_dir: str
+    stage: str
+    model: str
+    job_name: str
+    nodes: int
+    stamp: str
+    content_hash: str
+    job_id: str = ""
+    slurm_bin: str = ""
+    cluster: str = ""
+    outputs: dict[str, str] = field(default_factory=dict)
+
+
+class Records:
+    """The records in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, record: Record) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self.folder / f"{record.run_id}.json"
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(asdict(record), indent=1) + "\n")
+        part.replace(path)
+
+    def submitted(self, record: Record, job_id: str) -> Record:
+        done = replace(record, job_id=job_id)
+        self.save(done)
+        return done
+
+    def forget(self, record: Record) -> None:
+        (self.folder / f"{record.run_id}.json").unlink(missing_ok=True)
+
+    def all(self) -> list[Record]:
+        """All records, newest first; one that cannot be read is left out."""
+        found = []
+        for path in self.folder.glob("*.json") if self.folder.is_dir() else ():
+            try:
+                found.append(_record(json.loads(path.read_text())))
+            except (OSError, ValueError, TypeError):
+                continue
+        return sorted(found, key=lambda record: record.run_id, reverse=True)
+
+    def unfinished(self, content_hash: str, profile: str) -> Record | None:
+        """The last submission of the same content that never heard the cluster's answer."""
+        return next(
+            (
+                r
+                for r in self.all()
+                if not r.job_id and r.content_hash == content_hash and r.profile == profile
+            ),
+            None,
+        )
+
+    def find(self, word: str) -> Record:
+        """The run with this id, beginning of an id, or job id; `last` is the newest. UsageError otherwise."""
+        records = self.all()
+        if word == "last" and records:
+            return records[0]
+        exact = [r for r in records if r.run_id == word or r.job_id == word]
+        found = exact or [r for r in records if r.run_id.startswith(word)]
+        if len(found) == 1:
+            return found[0]
+        if len(found) > 1:
+            raise UsageError(
+                f"{word!r} fits {len(found)} runs", fix=f"such as {found[0].run_id} and {found[1].run_id}"
+            )
+        raise UsageError(f"there is no run {word!r}", fix="see `mlmsub list`")
+
+
+def _record(data: dict[str, Any]) -> Record:
+    known = {f.name for f in fields(Record)}
+    return Record(**{key: value for key, value in data.items() if key in known})

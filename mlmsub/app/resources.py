@@ -1,0 +1,38 @@
+"""mlmsub's own files: the data folders conf/, slurm/, container/, and the runtime's code for the bundle."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# what of mlmsub the runtime needs beside itself: its one import from core
+_WITH_RUNTIME = ("__init__.py", "core/__init__.py", "core/layout.py")
+_RUNTIME_FILES = (".py", ".txt")
+
+
+@cache
+def root() -> Path:
+    """The folder that holds conf/, slurm/ and container/: beside the package in a checkout, inside it in a wheel."""
+    packed = _PACKAGE / "data"
+    return packed if packed.is_dir() else _PACKAGE.parent
+
+
+def for_bundle() -> dict[str, bytes]:
+    """Everything that may go into a bundle, by path: `container/...`, `slurm/...`, `mlmsub/...`."""
+    found = [
+        root() / "container/entrypoint.sh",
+        root() / "slurm/job.sbatch.j2",
+        *(root() / "slurm/local").iterdir(),
+    ]
+    files = {str(path.relative_to(root())): path.read_bytes() for path in found}
+    code = [path for path in (_PACKAGE / "runtime").rglob("*") if path.suffix in _RUNTIME_FILES]
+    code += [path for name in _WITH_RUNTIME if (path := _PACKAGE / name).is_file()]
+    files |= {f"mlmsub/{path.relative_to(_PACKAGE)}": path.read_bytes() for path in code}
+    return files
+
+
+def conf_names() -> list[str]:
+    """The models of the catalogue, `org/model`."""
+    folder = root() / "conf"
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.glob("*/*.yaml"))

@@ -1,0 +1,188 @@
+"""The `mlmsub` command. Verbs import what they need when they run: `--help` must not wait for paramiko or jinja2."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mlmsub import __version__
+from mlmsub.cli import output
+from mlmsub.core.errors import MlmsubError
+
+app = typer.Typer(
+    help="Submit containerized Megatron-Core and ModelOpt post-training to Slurm.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+profiles = typer.Typer(help="The clusters that you can submit to.", no_args_is_help=True)
+app.add_typer(profiles, name="profile")
+
+Json = Annotated[bool, typer.Option("--json", help="Print data as JSON.")]
+Runs = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Run ids, their beginnings, job ids, or `last`.")
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, its beginning, job id, or `last`.")]
+
+
+def main() -> None:
+    """The entry point: every MlmsubError becomes a message and its exit code; nobody sees a traceback."""
+    try:
+        app()
+    except MlmsubError as error:
+        output.print_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `mlmsub logs | head`
+        sys.stderr.close()
+        sys.exit(141)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mlmsub {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": True},
+    epilog="Example: mlmsub submit quantize meta-llama/Llama-3.1-8B-Instruct FP8_DEFAULT_CFG --env-setup setup.sh",
+)
+def submit(
+    stage: Annotated[str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.")] = "",
+    args: Annotated[
+        list[str] | None, typer.Argument(help="The model and more; for script, your command after `--`.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="The cluster: a profile's name or file.")] = "",
+    env_setup: Annotated[
+        str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."
+        ),
+    ] = None,
+    nodes: Annotated[
+        str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes [default: 1].")
+    ] = "",
+    time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "",
+    partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
+    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
+    job_name: Annotated[str, typer.Option(help="Job name [default: STAGE-MODEL].")] = "",
+    after: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN", help="Start when this run has succeeded; may be repeated."),
+    ] = None,
+    sbatch_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARG", help="One more sbatch option, such as --comment=x; may be repeated."),
+    ] = None,
+    install: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="pip install this requirements file of the container, once per node."
+        ),
+    ] = "",
+    static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
+    from_: Annotated[
+        str, typer.Option("--from", metavar="RUN.YAML", help="Submit what another run's run.yaml says.")
+    ] = "",
+    new: Annotated[
+        bool, typer.Option("--new", help="Do not take up an unfinished submission of the same.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show everything; send nothing.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the log; exit 6 if the job fails.")] = False,
+    json_: Json = False,
+) -> None:
+    """Submit one stage as one Slurm job."""
+    from mlmsub.cli import submit as verb
+
+    verb.run(
+        verb.Options(
+            stage=stage, args=tuple(args or ()), profile=profile, env_setup=env_setup, overrides=tuple(set_ or ()),
+            nodes=nodes, time=time, partition=partition, account=account, job_name=job_name, after=tuple(after or ()),
+            sbatch_args=tuple(sbatch_arg or ()), install=install, static=static,
+        ),
+        from_file=from_, new=new, dry_run=dry_run, watch=watch, as_json=json_,
+    )  # fmt: skip
+
+
+@app.command()
+def status(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Default: `last`.")] = None,
+    json_: Json = False,
+) -> None:
+    """Show what became of runs."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.status(runs or ["last"], as_json=json_)
+
+
+@app.command(name="list")
+def list_(
+    profile: Annotated[str, typer.Option(help="Only this profile's runs.")] = "",
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, newest first.")] = 20,
+    json_: Json = False,
+) -> None:
+    """List your runs, newest first."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.list_runs(profile, limit, as_json=json_)
+
+
+@app.command()
+def logs(
+    run: Run = "last",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="The log's bytes as they are.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="One rank's lines only.")] = None,
+) -> None:
+    """Print a run's log; what several ranks say alike stands once."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.logs(run, follow=follow, raw=raw, rank=rank)
+
+
+@app.command()
+def cancel(runs: Runs) -> None:
+    """Cancel runs, and remove their secrets from the cluster."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.cancel(runs)
+
+
+@profiles.command(name="list")
+def profile_list(json_: Json = False) -> None:
+    """List the profiles."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.list_profiles(as_json=json_)
+
+
+@profiles.command(name="show")
+def profile_show(
+    name: Annotated[str, typer.Argument(help="Default: the one that submit would take.")] = "",
+    json_: Json = False,
+) -> None:
+    """Show what a profile says."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.show_profile(name, as_json=json_)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a person reads: tables, issues, errors, and a log that 64 ranks wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from mlmsub.core.errors import ChecksFailed, MlmsubError
+from mlmsub.core.issues import Issue
+
+_COLOURS = {"error": 31, "warning": 33, "info": 36, "succeeded": 32, "failed": 31, "timeout": 31, "lost": 31,
+            "cancelled": 33, "preempted": 33, "running": 36, "pending": 34, "unknown": 35, "dim": 2, "bold": 1}  # fmt: skip
+
+
+def styled(text: str, style: str, *, stream: object = None) -> str:
+    """The text in the style's colour where a terminal shows it."""
+    isatty = getattr(stream or sys.stdout, "isatty", lambda: False)
+    return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if style in _COLOURS and isatty() else text
+
+
+def print_json(data: object) -> None:
+    print(json.dumps(data, indent=2, default=str))
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence[str] = ()) -> None:
+    """Columns as wide as they must be; `styles` colours the second column of each row."""
+    rows = [list(map(str, row)) for row in rows]
+    widths = [max(len(row[i]) for row in [list(header), *rows]) for i in range(len(header))]
+    print(
+        styled(
+            "  ".join(name.ljust(width) for name, width in zip(header, widths, strict=True)).rstrip(), "dim"
+        )
+    )
+    for index, row in enumerate(rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        if styles:
+            cells[1] = styled(cells[1], styles[index])
+        print("  ".join(cells).rstrip())
+
+
+def print_issues(issues: Iterable[Issue]) -> None:
+    for issue in issues:
+        word = styled(issue.severity, issue.severity, stream=sys.stderr)
+        print(f"{word}: {issue.field}: {issue.message}  [{issue.code}]", file=sys.stderr)
+        if issue.fix:
+            print(f"    fix: {issue.fix}", file=sys.stderr)
+
+
+def print_error(error: MlmsubError) -> None:
+    if isinstance(error, ChecksFailed):
+        print_issues(error.issues)
+    print(f"{styled('error', 'error', stream=sys.stderr)}: {error.message}", file=sys.stderr)
+    if error.fix:
+        print(f"    fix: {error.fix}", file=sys.stderr)
+
+
+class LogPrinter:
+    """Prints a log for a person: what several ranks say alike stands once, with how many said it.
+
+    srun labels each line `rank: text`. Lines of the same text that follow each other are gathered; `rank` keeps one
+    rank's lines only, without the label.
+    """
+
+    _LABELLED = re.compile(r" *(\d+): (.*)", re.DOTALL)
+
+    def __init__(self, rank: int | None = None) -> None:
+        self._rest, self._rank = b"", rank
+        self._text, self._ranks = "", list[str]()
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._line(line.decode(errors="replace"))
+        if not self._rest:
+            self._flush()
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._rest:
+            self._line(self._rest.decode(errors="replace"))
+        self._flush()
+
+    def _line(self, line: str) -> None:
+        match = self._LABELLED.fullmatch(line)
+        if self._rank is not None:
+            if match and int(match[1]) == self._rank:
+                print(match[2])
+            return
+        rank, text = (match[1], match[2].rpartition("\r")[2]) if match else ("", line)
+        if not match or text != self._text or rank in self._ranks:
+            self._flush()
+        if match:
+            self._text, self._ranks = text, [*self._ranks, rank]
+        else:
+            print(styled(line, "bold") if line.startswith("===") else line)
+
+    def _flush(self) -> None:
+        if self._ranks:
+            who = self._ranks[0] if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"
+            print(f"{styled(f'{who}:', 'dim')} {self._text}")
+        self._text, self._ranks = "", []

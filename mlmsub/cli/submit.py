@@ -1,0 +1,137 @@
+"""`mlmsub submit`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlmsub.app import config, runs
+from mlmsub.app import submit as app
+from mlmsub.app.records import Record, Records
+from mlmsub.app.resolve import Request as Options
+from mlmsub.app.resolve import Resolved, reload, resolve
+from mlmsub.cli import connect, output
+from mlmsub.core.errors import JobFailed, UsageError
+from mlmsub.core.issues import Issue
+
+__all__ = ["Options", "run"]
+
+
+def run(options: Options, *, from_file: str, new: bool, dry_run: bool, watch: bool, as_json: bool) -> None:
+    user = config.User.current()
+    records = Records(user.records_dir)
+    if from_file:
+        if options.stage or options.args:
+            raise UsageError("--from takes stage and model from the file", fix="leave them out")
+        resolved = reload(user, Path(from_file), options.profile)
+    elif not options.stage:
+        raise UsageError("which stage?", fix="mlmsub submit STAGE MODEL, see `mlmsub submit --help`")
+    else:
+        resolved = resolve(user, records, options)
+    prepared = app.prepare(resolved, records, new=new)
+    if dry_run:
+        _show(prepared, as_json)
+        return
+    errors = any(issue.severity == "error" for issue in resolved.issues)
+    if not errors and not as_json:
+        output.print_issues(resolved.issues)
+    record, existed = app.send(prepared, records, lambda: connect.to(resolved.profile.profile.host))
+    if as_json:
+        output.print_json({"run_id": record.run_id, "job_id": record.job_id, "run_dir": record.run_dir,
+                           "existed": existed, "outputs": record.outputs, "issues": _data(resolved.issues)})  # fmt: skip
+    else:
+        _announce(record, existed)
+    if watch:
+        _watch(record)
+
+
+def _announce(record: Record, existed: bool) -> None:
+    done = "was submitted already as" if existed else "submitted as"
+    what = "process" if record.scheduler == "local" else "job"
+    print(f"{output.styled(record.run_id, 'bold')} {done} {what} {record.job_id}")
+    for name, path in record.outputs.items():
+        print(f"  {name}  {path}")
+    print(f"  mlmsub logs -f {record.run_id}")
+
+
+def _watch(record: Record) -> None:
+    printer = output.LogPrinter()
+    with connect.to(record.host) as transport:
+        runs.log(record, transport, printer.feed, follow=True)
+    printer.close()
+    state = runs.settled(record, lambda r: connect.to(r.host))
+    if state.state != "succeeded":
+        code = f" with exit code {state.exit_code}" if state.exit_code else ""
+        raise JobFailed(f"{record.run_id}: {state.state}{code}", fix=f"see mlmsub status {record.run_id}")
+
+
+def _show(prepared: app.Prepared, as_json: bool) -> None:
+    resolved, record = prepared.resolved, prepared.record
+    files = {
+        path: content for path, content in prepared.bundle.files.items() if not path.startswith("runtime/")
+    }
+    if as_json:
+        output.print_json({
+            "run_id": record.run_id, "run_dir": record.run_dir, "content_hash": record.content_hash,
+            "issues": _data(resolved.issues), "values": _public(resolved), "origins": resolved.spec.origins,
+            "files": {path: content.decode(errors="replace") for path, content in files.items()},
+            "secret_files": sorted(prepared.bundle.secrets),
+            "runtime_files": len(prepared.bundle.files) - len(files),
+        })  # fmt: skip
+        return
+    spec = resolved.spec
+    print(f"{output.styled(record.job_name, 'bold')}  {spec.nodes} nodes x {spec.tasks_per_node} tasks, "
+          f"{spec.gpus_per_node} GPUs each, {spec.launcher}; nothing is sent")  # fmt: skip
+    print(f"run directory  {record.run_dir}")
+    rows = [(name, value, _origin(resolved, name)) for name, value in _public(resolved).items()]
+    output.print_table(("variable", "value", "from"), [(n, _short(v), o) for n, v, o in sorted(rows)])
+    print()
+    for path in (
+        "job.sbatch",
+        "env/command.sh",
+        "env/profile.sh",
+        "env/setup.sh",
+        "env/overrides.sh",
+        "env/defaults.sh",
+    ):
+        if content := files[path].decode(errors="replace").strip("\n"):
+            print(output.styled(f"--- {path}", "dim"))
+            print(content)
+    rest = sorted(set(files) - {"job.sbatch"} - {p for p in files if p.startswith("env/")})
+    runtime = len(prepared.bundle.files) - len(files)
+    print(
+        output.styled(
+            f"--- and {', '.join(rest)}" + (f", runtime/ ({runtime} files)" if runtime else ""), "dim"
+        )
+    )
+    output.print_issues(resolved.issues)
+
+
+def _origin(resolved: Resolved, name: str) -> str:
+    spec, value = resolved.spec, resolved.values[name]
+    for values, origin in (
+        (spec.overrides, "--set"),
+        (spec.defaults, "default"),
+        (spec.profile_env, "profile"),
+    ):
+        if values.get(name) == value:
+            return spec.origins.get(name, origin)
+    return "env setup"
+
+
+def _public(resolved: Resolved) -> Mapping[str, str]:
+    """The values without those that are secret, by name or by content."""
+    secrets = resolved.secrets
+    return {
+        name: "***" if name in secrets or any(secret in value for secret in secrets.values()) else value
+        for name, value in resolved.values.items()
+    }
+
+
+def _short(value: str) -> str:
+    text = " ".join(value.split())
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+def _data(issues: tuple[Issue, ...]) -> list[dict[str, str]]:
+    return [vars(issue) for issue in issues]

@@ -1,0 +1,135 @@
+"""RunSpec: one submission, frozen and complete. Everything that follows is a function of it.
+
+`run.yaml` in the run directory is this class written down, and `mlmsub submit --from run.yaml` reads it back.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from mlmsub.core import paths, stages
+from mlmsub.core.strict import build
+
+
+@dataclass(frozen=True)
+class EnvSetup:
+    """The env-setup file, and the files beside it that it sources: name -> content, byte for byte.
+
+    The first is the setup itself. Content is text, or `base64:...` where the file is not UTF-8.
+    """
+
+    path: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+    def contents(self) -> dict[str, bytes]:
+        return {name: decode(text) for name, text in self.files.items()}
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A run that must succeed before this one starts."""
+
+    run_id: str
+    job_id: str
+    run_dir: str
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What to run, where, and with which values; `origins` says where each one came from."""
+
+    stage: str
+    args: tuple[str, ...]
+    model: str
+    job_name: str
+
+    # the job
+    scheduler: Literal["slurm", "local"]
+    nodes: int
+    gpus_per_node: int
+    tasks_per_node: int
+    launcher: Literal["python", "torchrun"]
+    launch_script: str
+    sbatch: dict[str, str]  # managed options in order: name -> value, "" for a bare flag
+    sbatch_args: tuple[str, ...]
+    srun: dict[str, str]
+    srun_args: tuple[str, ...]
+    prelude: str
+
+    # the container
+    image: str
+    mounts: tuple[str, ...]
+    workdir: str
+
+    # the values
+    setup: EnvSetup
+    overrides: dict[str, str]
+    profile_env: dict[str, str]
+    defaults: dict[str, str]
+    conf_name: str  # model.yaml, model.sh or ""
+    conf: str
+    outputs: tuple[str, ...] = ()  # variables whose paths the stage promises to fill
+    install: str = ""
+    runs_root: str = ""
+    slurm_bin: str = ""
+    pass_env: tuple[str, ...] = ()
+    secret_names: tuple[str, ...] = ()
+    parents: tuple[Parent, ...] = ()
+    origins: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def native(self) -> bool:
+        """Whether mlmsub.runtime does the work, not the user's own command."""
+        return self.stage != stages.SCRIPT
+
+    @property
+    def ntasks(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+    def run_dir_inside(self, run: paths.RunPaths) -> str:
+        """The run directory as the job's processes see it: mounted in a container, else itself."""
+        return paths.RUN if self.image else run.dir
+
+    def to_data(self) -> dict[str, object]:
+        """Plain strings, lists and mappings, for YAML; `from_data` reads them back."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_data(cls, data: object, where: str) -> RunSpec:
+        return build(cls, data, where)
+
+
+def encode(content: bytes) -> str:
+    """File content as a YAML string: the text itself if it is UTF-8 that YAML can hold."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return "base64:" + base64.b64encode(content).decode()
+    printable = all(
+        c in "\t\n\r" or " " <= c < "\x7f" or "\xa0" <= c < "\ud800" or c > "\ue000" for c in text
+    )
+    return (
+        text
+        if printable and not text.startswith("base64:")
+        else "base64:" + base64.b64encode(content).decode()
+    )
+
+
+def decode(text: str) -> bytes:
+    if text.startswith("base64:"):
+        return base64.b64decode(text.removeprefix("base64:"))
+    return text.encode()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (EnvSetup, Parent)):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return str(value)

@@ -1,0 +1,1 @@
+"""What runs inside the container: the stages, on megatron.core and modelopt."""

@@ -1,0 +1,1 @@
+"""What Slurm's commands take and print; nothing else in mlmsub knows their text."""

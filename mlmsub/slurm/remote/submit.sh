@@ -1,0 +1,84 @@
+# shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
+
+# Submit one run: runs on the cluster under /bin/sh, with the run directory as a tar on standard input. The client
+# puts assignments in front: run_dir scheduler slurm_bin clusters pass_env image sources ntasks job_name stamp parents.
+# Answers with lines `key value`; the exit code is 0 whenever there is an answer.
+umask 077
+say() { printf '%s %s\n' "$1" "$2"; }
+refuse() { say refused "$1"; say at "$2"; exit 0; }
+
+PATH=${slurm_bin:+$slurm_bin:}$PATH
+root=${run_dir%/*/*}
+
+# --- a run that is there already -------------------------------------------------
+find_job() { # the job of this run directory, by what Slurm keeps of every job: its working directory
+    squeue ${clusters:+-M "$clusters"} -h -t all -u "$(id -un)" -o '%i|%Z' 2>/dev/null </dev/null |
+        while IFS='|' read -r job dir; do [ "$dir" != "$run_dir" ] || echo "$job"; done | head -n 1
+}
+if [ -d "$run_dir" ]; then
+    job=$(cat "$run_dir/state/submitted" 2>/dev/null)
+    [ -n "$job" ] || { [ "$scheduler" = local ] && job=$(readlink "$run_dir/state/job"); } || job=$(find_job)
+    [ -z "$job" ] || { say existing "$job"; exit 0; }
+fi
+
+# --- what the job will need --------------------------------------------------------
+mkdir -p "${run_dir%/*}" 2>/dev/null && [ -w "${run_dir%/*}" ] || refuse not-writable "$root"
+free() { df -P "$1" "${run_dir%/*}" 2>/dev/null | awk 'NR == 2 { print $4 }'; }
+[ "$(free -k)" -ge 10240 ] || refuse no-space "$root"
+inodes=$(free -i)
+case $inodes in '' | - | *[!0-9]*) ;; *) [ "$inodes" -eq 0 ] || [ "$inodes" -ge 1000 ] || refuse no-inodes "$root" ;; esac
+if [ -n "$image" ] && [ ! -r "$image" ]; then refuse no-image "$image"; fi
+printf '%s' "$sources" | while IFS= read -r source; do
+    [ -e "$source" ] || { echo "$source"; break; }
+done >"${run_dir%/*}/.missing.$$"
+missing=$(cat "${run_dir%/*}/.missing.$$") && rm -f "${run_dir%/*}/.missing.$$"
+[ -z "$missing" ] || refuse no-mount-source "$missing"
+
+# --- unpack: whole or not at all -----------------------------------------------------
+part=$run_dir.part
+rm -rf "$part" && mkdir "$part" || refuse not-writable "$root"
+undo() { rm -rf "$part" "$run_dir"; rmdir "${run_dir%/*}" 2>/dev/null; }
+if ! error=$(tar -xf - --no-same-owner -C "$part" 2>&1 && cd "$part" && sha256sum --quiet -c manifest.sha256 2>&1); then
+    undo
+    refuse not-unpacked "$error"
+fi
+mkdir -p "$part/logs" "$part/state"
+rm -rf "$run_dir" && mv "$part" "$run_dir" || { undo; refuse not-writable "$root"; }
+cd "$run_dir" || exit 1
+
+# --- submit ----------------------------------------------------------------------------
+# A clean environment: the submitting shell's tokens would end in slurmctld's state, and SBATCH_* would override
+# the script's lines. The names that pass are those that sbatch itself needs, and the profile's `pass_env`.
+set --
+for name in PATH HOME USER LOGNAME SHELL LANG SLURM_CONF SLURM_CLUSTERS $pass_env; do
+    eval "value=\${$name-} given=\${$name+1}"
+    [ -z "$given" ] || set -- "$@" "$name=$value"
+done
+if [ "$scheduler" = local ]; then
+    # shellcheck disable=SC2086  # parents are run directories without blanks
+    env -i "$@" setsid /bin/bash local/start.sh "$ntasks" "$job_name" "$stamp" $parents </dev/null >/dev/null 2>&1 &
+    echo $! >state/submitted
+    say job $!
+    exit 0
+fi
+command -v sbatch >/dev/null || { undo; refuse no-sbatch "$PATH"; }
+out=$(env -i "$@" sbatch --parsable job.sbatch 2>state/sbatch.err </dev/null)
+code=$?
+job=$(printf '%s\n' "$out" | sed -n 's/^\([0-9][0-9]*\)\(;.*\)\{0,1\}$/\1/p' | tail -n 1)
+if [ "$code" -eq 0 ] && [ -n "$job" ]; then
+    echo "$job" >state/submitted
+    say job "$job"
+else
+    # after a time-out the job may exist all the same
+    job=$(find_job)
+    if [ -n "$job" ]; then
+        echo "$job" >state/submitted
+        say existing "$job"
+    else
+        error=$(cat state/sbatch.err)
+        case $error in *[Tt]imed\ out*) ;; *) cd / && undo ;; esac
+        say code "$code"
+        say refused sbatch
+        printf '%s\n' "$error" | while IFS= read -r line; do say stderr "$line"; done
+    fi
+fi
