@@ -86,9 +86,7 @@ def _only(user: User) -> str:
             "no profile is set up",
             fix=f"write {user.profiles_dir}/default.yaml (see docs/profiles.md), or try `--profile local`",
         )
-    raise UsageError(
-        f"which profile? there are {', '.join(own)}", fix="give --profile, or set MLMSUB_PROFILE"
-    )
+    raise UsageError(f"which profile? there are {', '.join(own)}", fix="give --profile, or set MLMSUB_PROFILE")
 
 
 def read_yaml(path: Path) -> object:

@@ -26,9 +26,7 @@ class ReadSetup:
     reading: envsetup.Reading
 
 
-def read(
-    path: Path, given: Mapping[str, str], *, static: bool = False, time_limit: float = TIME_LIMIT
-) -> ReadSetup:
+def read(path: Path, given: Mapping[str, str], *, static: bool = False, time_limit: float = TIME_LIMIT) -> ReadSetup:
     """Read an env setup and the files beside it that it sources.
 
     `given` are the variables that it may see. Raises UsageError with file and line for a file that does not parse,
@@ -66,9 +64,7 @@ def _source(path: Path, given: Mapping[str, str], time_limit: float) -> envsetup
         try:
             if (parsed := subprocess.run([_BASH, "-n", f"./{path.name}"], cwd=path.parent, env={"PATH": empty},
                                          capture_output=True, timeout=time_limit)).returncode:  # fmt: skip
-                raise UsageError(
-                    f"{path}: {_first_error(parsed.stderr, path.name)}", fix="mend the env setup"
-                )
+                raise UsageError(f"{path}: {_first_error(parsed.stderr, path.name)}", fix="mend the env setup")
             process = subprocess.Popen(
                 [_BASH, "--noprofile", "--norc", "-c", envsetup.READER],
                 cwd=path.parent, env=environ, stdin=subprocess.DEVNULL,
@@ -112,9 +108,7 @@ def _siblings(path: Path, reading: envsetup.Reading) -> dict[str, bytes]:
             )
         relative = str(sourced.relative_to(folder))
         if relative in paths.RESERVED:
-            raise UsageError(
-                f"{path} sources {name}, a name that mlmsub uses in the run directory", fix="rename it"
-            )
+            raise UsageError(f"{path} sources {name}, a name that mlmsub uses in the run directory", fix="rename it")
         found[relative] = sourced.read_bytes()
     return found
 

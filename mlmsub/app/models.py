@@ -42,9 +42,7 @@ def find(name: str, cwd: Path) -> Found:
     return Found(conf.model, "model.yaml", encode(path.read_bytes()), conf)
 
 
-def conf_of(
-    stage: stages.Stage, args: tuple[str, ...], cwd: Path
-) -> tuple[Found | None, tuple[str, ...], str]:
+def conf_of(stage: stages.Stage, args: tuple[str, ...], cwd: Path) -> tuple[Found | None, tuple[str, ...], str]:
     """(conf, arguments for the job, model) of a stage's arguments; `script` has no conf of ours."""
     if stage.name == stages.SCRIPT:
         words = tuple(args[0].split()) if len(args) == 1 else args  # the reference's one quoted word

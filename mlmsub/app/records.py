@@ -59,19 +59,15 @@ class Records:
         found = []
         for path in self.folder.glob("*.json") if self.folder.is_dir() else ():
             try:
-                found.append(_record(json.loads(path.read_text())))
+                found.append((path.stat().st_mtime_ns, _record(json.loads(path.read_text()))))
             except (OSError, ValueError, TypeError):
                 continue
-        return sorted(found, key=lambda record: record.run_id, reverse=True)
+        return [record for _, record in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
     def unfinished(self, content_hash: str, profile: str) -> Record | None:
         """The last submission of the same content that never heard the cluster's answer."""
         return next(
-            (
-                r
-                for r in self.all()
-                if not r.job_id and r.content_hash == content_hash and r.profile == profile
-            ),
+            (r for r in self.all() if not r.job_id and r.content_hash == content_hash and r.profile == profile),
             None,
         )
 
@@ -85,9 +81,7 @@ class Records:
         if len(found) == 1:
             return found[0]
         if len(found) > 1:
-            raise UsageError(
-                f"{word!r} fits {len(found)} runs", fix=f"such as {found[0].run_id} and {found[1].run_id}"
-            )
+            raise UsageError(f"{word!r} fits {len(found)} runs", fix=f"such as {found[0].run_id} and {found[1].run_id}")
         raise UsageError(f"there is no run {word!r}", fix="see `mlmsub list`")
 
 

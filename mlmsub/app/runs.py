@@ -36,9 +36,7 @@ def status(records: Sequence[Record], connect: Connect) -> dict[str, JobState]:
 def settled(record: Record, connect: Connect, timeout: float = 30.0) -> JobState:
     """The state of a run that has just ended: waits until Slurm says so too."""
     deadline = time.monotonic() + timeout
-    while (
-        state := status([record], connect)[record.run_id]
-    ).state in jobs.LIVE and time.monotonic() < deadline:
+    while (state := status([record], connect)[record.run_id]).state in jobs.LIVE and time.monotonic() < deadline:
         time.sleep(0.5)
     return state
 
@@ -56,9 +54,7 @@ def cancel(records: Sequence[Record], connect: Connect) -> None:
             answer = transport.run(script).stdout.decode(errors="replace")
         refused = [line.partition("|") for line in answer.splitlines() if line.partition("|")[2]]
         if refused:
-            raise SchedulerRefused(
-                "; ".join(f"job {job}: {said}" for job, _, said in refused), command="scancel"
-            )
+            raise SchedulerRefused("; ".join(f"job {job}: {said}" for job, _, said in refused), command="scancel")
 
 
 def log(record: Record, transport: Transport, on_output: Callable[[bytes], None], *, follow: bool) -> None:

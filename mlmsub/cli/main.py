@@ -22,9 +22,7 @@ profiles = typer.Typer(help="The clusters that you can submit to.", no_args_is_h
 app.add_typer(profiles, name="profile")
 
 Json = Annotated[bool, typer.Option("--json", help="Print data as JSON.")]
-Runs = Annotated[
-    list[str], typer.Argument(metavar="RUN...", help="Run ids, their beginnings, job ids, or `last`.")
-]
+Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help="Run ids, their beginnings, job ids, or `last`.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, its beginning, job id, or `last`.")]
 
 
@@ -67,18 +65,12 @@ def submit(
         list[str] | None, typer.Argument(help="The model and more; for script, your command after `--`.")
     ] = None,
     profile: Annotated[str, typer.Option(help="The cluster: a profile's name or file.")] = "",
-    env_setup: Annotated[
-        str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")
-    ] = "",
+    env_setup: Annotated[str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")] = "",
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."
-        ),
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."),
     ] = None,
-    nodes: Annotated[
-        str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes [default: 1].")
-    ] = "",
+    nodes: Annotated[str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes [default: 1].")] = "",
     time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "",
     partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
     account: Annotated[str, typer.Option(help="Slurm account.")] = "",
@@ -93,17 +85,13 @@ def submit(
     ] = None,
     install: Annotated[
         str,
-        typer.Option(
-            metavar="FILE", help="pip install this requirements file of the container, once per node."
-        ),
+        typer.Option(metavar="FILE", help="pip install this requirements file of the container, once per node."),
     ] = "",
     static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
     from_: Annotated[
         str, typer.Option("--from", metavar="RUN.YAML", help="Submit what another run's run.yaml says.")
     ] = "",
-    new: Annotated[
-        bool, typer.Option("--new", help="Do not take up an unfinished submission of the same.")
-    ] = False,
+    new: Annotated[bool, typer.Option("--new", help="Do not take up an unfinished submission of the same.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show everything; send nothing.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the log; exit 6 if the job fails.")] = False,
     json_: Json = False,

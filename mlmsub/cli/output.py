@@ -10,8 +10,11 @@ from collections.abc import Iterable, Sequence
 from mlmsub.core.errors import ChecksFailed, MlmsubError
 from mlmsub.core.issues import Issue
 
-_COLOURS = {"error": 31, "warning": 33, "info": 36, "succeeded": 32, "failed": 31, "timeout": 31, "lost": 31,
-            "cancelled": 33, "preempted": 33, "running": 36, "pending": 34, "unknown": 35, "dim": 2, "bold": 1}  # fmt: skip
+_COLOURS = {
+    "bold": 1, "dim": 2, "error": 31, "warning": 33, "info": 36,
+    "succeeded": 32, "failed": 31, "timeout": 31, "lost": 31, "cancelled": 33, "preempted": 33,
+    "running": 36, "pending": 34, "unknown": 35,
+}  # fmt: skip
 
 
 def styled(text: str, style: str, *, stream: object = None) -> str:
@@ -28,11 +31,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], styles: Se
     """Columns as wide as they must be; `styles` colours the second column of each row."""
     rows = [list(map(str, row)) for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *rows]) for i in range(len(header))]
-    print(
-        styled(
-            "  ".join(name.ljust(width) for name, width in zip(header, widths, strict=True)).rstrip(), "dim"
-        )
-    )
+    print(styled("  ".join(name.ljust(width) for name, width in zip(header, widths, strict=True)).rstrip(), "dim"))
     for index, row in enumerate(rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         if styles:

@@ -41,9 +41,7 @@ def _print_states(records: list[Record], as_json: bool) -> None:
     rows, styles = [], []
     for record in records:
         state = states[record.run_id]
-        code = (
-            "" if state.exit_code is None or state.state in ("pending", "running") else str(state.exit_code)
-        )
+        code = "" if state.exit_code is None or state.state in ("pending", "running") else str(state.exit_code)
         rows.append((record.run_id, state.state, record.job_id, record.profile, str(record.nodes), state.elapsed, code,
                      state.reason))  # fmt: skip
         styles.append(state.state)

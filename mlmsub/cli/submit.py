@@ -8,8 +8,8 @@ from pathlib import Path
 from mlmsub.app import config, runs
 from mlmsub.app import submit as app
 from mlmsub.app.records import Record, Records
-from mlmsub.app.resolve import Request as Options
 from mlmsub.app.resolve import Resolved, reload, resolve
+from mlmsub.app.sources import Request as Options
 from mlmsub.cli import connect, output
 from mlmsub.core.errors import JobFailed, UsageError
 from mlmsub.core.issues import Issue
@@ -37,8 +37,10 @@ def run(options: Options, *, from_file: str, new: bool, dry_run: bool, watch: bo
         output.print_issues(resolved.issues)
     record, existed = app.send(prepared, records, lambda: connect.to(resolved.profile.profile.host))
     if as_json:
-        output.print_json({"run_id": record.run_id, "job_id": record.job_id, "run_dir": record.run_dir,
-                           "existed": existed, "outputs": record.outputs, "issues": _data(resolved.issues)})  # fmt: skip
+        output.print_json({
+            "run_id": record.run_id, "job_id": record.job_id, "run_dir": record.run_dir, "existed": existed,
+            "outputs": record.outputs, "issues": _data(resolved.issues),
+        })  # fmt: skip
     else:
         _announce(record, existed)
     if watch:
@@ -67,9 +69,7 @@ def _watch(record: Record) -> None:
 
 def _show(prepared: app.Prepared, as_json: bool) -> None:
     resolved, record = prepared.resolved, prepared.record
-    files = {
-        path: content for path, content in prepared.bundle.files.items() if not path.startswith("runtime/")
-    }
+    files = {path: content for path, content in prepared.bundle.files.items() if not path.startswith("runtime/")}
     if as_json:
         output.print_json({
             "run_id": record.run_id, "run_dir": record.run_dir, "content_hash": record.content_hash,
@@ -99,11 +99,7 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
             print(content)
     rest = sorted(set(files) - {"job.sbatch"} - {p for p in files if p.startswith("env/")})
     runtime = len(prepared.bundle.files) - len(files)
-    print(
-        output.styled(
-            f"--- and {', '.join(rest)}" + (f", runtime/ ({runtime} files)" if runtime else ""), "dim"
-        )
-    )
+    print(output.styled(f"--- and {', '.join(rest)}" + (f", runtime/ ({runtime} files)" if runtime else ""), "dim"))
     output.print_issues(resolved.issues)
 
 

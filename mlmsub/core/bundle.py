@@ -76,9 +76,7 @@ def build(
     if spec.conf_name:
         files[f"conf/{spec.conf_name}"] = decode(spec.conf)
     if spec.native:
-        files |= {
-            f"{paths.RUNTIME}/{p}": content for p, content in resources.items() if p.startswith("mlmsub/")
-        }
+        files |= {f"{paths.RUNTIME}/{p}": content for p, content in resources.items() if p.startswith("mlmsub/")}
     if spec.scheduler == "local":
         files |= {p.removeprefix("slurm/"): c for p, c in resources.items() if p.startswith("slurm/local/")}
     files[paths.MANIFEST] = "".join(
@@ -123,9 +121,7 @@ def _command(spec: RunSpec) -> bytes:
 
 def _named(setup: Mapping[str, bytes]) -> dict[str, bytes]:
     """The setup's files as they are called in the bundle: the first is setup.sh, its siblings keep their names."""
-    return {
-        "setup.sh" if index == 0 else name: content for index, (name, content) in enumerate(setup.items())
-    }
+    return {"setup.sh" if index == 0 else name: content for index, (name, content) in enumerate(setup.items())}
 
 
 def _order(hidden: Mapping[str, bytes]) -> bytes:

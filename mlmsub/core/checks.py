@@ -33,16 +33,14 @@ def _stage(spec: RunSpec) -> Iterator[Issue]:
             f"run Megatron-LM's example: mlmsub submit script ... -- {spec.stage}.sh {spec.model}",
         )  # fmt: skip
     if spec.scheduler == "local" and spec.nodes > 1:
-        yield error(
-            "local-nodes", "nodes", f"this machine is one node, not {spec.nodes}", "leave out --nodes"
-        )
+        yield error("local-nodes", "nodes", f"this machine is one node, not {spec.nodes}", "leave out --nodes")
 
 
 def _place(spec: RunSpec) -> Iterator[Issue]:
     if any(c in spec.runs_root for c in "%,:\n"):
         yield error(
                 "path-characters", "runs_root",
-                f"{spec.runs_root!r} holds one of % , : or a newline, which #SBATCH lines or Pyxis mounts cannot express",
+                f"{spec.runs_root!r} holds % , : or a newline, which #SBATCH lines or Pyxis mounts cannot express",
                 "choose another path",
             )  # fmt: skip
     if spec.nodes > 1 and spec.image and not spec.image.endswith((".sqsh", ".squashfs")):
@@ -63,9 +61,7 @@ def _env_setup(spec: RunSpec, reading: Reading) -> Iterator[Issue]:
     assigned = {*reading.values, *reading.arrays, *spec.overrides}
     for name in IDENTITY:
         if name in assigned:
-            yield warning(
-                "identity", name, "mlmsub sets it in the job, from Slurm's variables", "leave it out"
-            )
+            yield warning("identity", name, "mlmsub sets it in the job, from Slurm's variables", "leave it out")
     if not spec.native:
         for name in OVERRULED_BY_ARGUMENTS_SH:
             if name in assigned:
@@ -86,11 +82,7 @@ def _paths(spec: RunSpec, reading: Reading, values: Mapping[str, str]) -> Iterat
         )  # fmt: skip
     targets = [text.split(":")[1] for text in spec.mounts if not text.endswith(":ro")]
     output = values.get(stage.writes, "")
-    if (
-        spec.image
-        and output
-        and not any(f"{output}/".startswith(f"{t.rstrip('/')}/") for t in (*targets, paths.RUN))
-    ):
+    if spec.image and output and not any(f"{output}/".startswith(f"{t.rstrip('/')}/") for t in (*targets, paths.RUN)):
         yield severity(
             "output-not-mounted", stage.writes, f"{output} lies in the container and is gone when the job ends",
             f"choose a path below one of: {', '.join(targets)}",

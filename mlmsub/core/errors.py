@@ -48,9 +48,7 @@ class SchedulerRefused(MlmsubError):
 
     exit_code = 5
 
-    def __init__(
-        self, message: str, *, command: str = "", code: int = 0, stderr: str = "", fix: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, command: str = "", code: int = 0, stderr: str = "", fix: str = "") -> None:
         super().__init__(message, fix=fix)
         self.command, self.code, self.stderr = command, code, stderr
 

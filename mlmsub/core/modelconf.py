@@ -33,9 +33,7 @@ class ModelConf:
     def __post_init__(self) -> None:
         for name in self.megatron_args:
             if not _ARGUMENT.fullmatch(name):
-                raise ValueError(
-                    f"megatron_args: {name!r} is not an argument's name (write it without dashes)"
-                )
+                raise ValueError(f"megatron_args: {name!r} is not an argument's name (write it without dashes)")
 
 
 def check_stage(conf: ModelConf, stage: str) -> None:

@@ -86,9 +86,7 @@ class Profile:
         """The keys that differ from the default, in the order of the class."""
         default = Profile()
         return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(default, f.name)
+            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
         }
 
 

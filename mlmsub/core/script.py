@@ -60,9 +60,7 @@ def managed_option(argument: str) -> str:
     if argument.startswith("--"):
         name = argument[2:].partition("=")[0]
         # sbatch takes unambiguous beginnings too: --part=x is --partition=x
-        return next(
-            (known for known in MANAGED if name == known or (len(name) > 3 and known.startswith(name))), ""
-        )
+        return next((known for known in MANAGED if name == known or (len(name) > 3 and known.startswith(name))), "")
     return SHORT.get(argument[1:2], "") if argument.startswith("-") else ""
 
 
@@ -104,9 +102,7 @@ def render(template: str, spec: RunSpec, run: paths.RunPaths, stamp: str) -> str
     """The job script's text. `template` is slurm/job.sbatch.j2, `stamp` the UTC time of submission."""
     import jinja2
 
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
-    )
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["q"] = quote
     inside = spec.run_dir_inside(run)
     return environment.from_string(template).render(

@@ -107,14 +107,8 @@ def encode(content: bytes) -> str:
         text = content.decode()
     except UnicodeDecodeError:
         return "base64:" + base64.b64encode(content).decode()
-    printable = all(
-        c in "\t\n\r" or " " <= c < "\x7f" or "\xa0" <= c < "\ud800" or c > "\ue000" for c in text
-    )
-    return (
-        text
-        if printable and not text.startswith("base64:")
-        else "base64:" + base64.b64encode(content).decode()
-    )
+    printable = all(c in "\t\n\r" or " " <= c < "\x7f" or "\xa0" <= c < "\ud800" or c > "\ue000" for c in text)
+    return text if printable and not text.startswith("base64:") else "base64:" + base64.b64encode(content).decode()
 
 
 def decode(text: str) -> bytes:

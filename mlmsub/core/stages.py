@@ -56,7 +56,5 @@ STAGES = {stage.name: stage for stage in _TABLE}
 def find(name: str) -> Stage:
     """The stage of this name; UsageError with the nearest name otherwise."""
     if name not in STAGES:
-        raise UsageError(
-            f"unknown stage {name!r}{nearest(name, STAGES)}", fix=f"the stages are: {', '.join(STAGES)}"
-        )
+        raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}", fix=f"the stages are: {', '.join(STAGES)}")
     return STAGES[name]

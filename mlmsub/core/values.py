@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-_REGISTRY_HOST = re.compile(
-    r"(?:[A-Za-z0-9-]+\.)+[A-Za-z0-9-]+(?::\d+)?|localhost(?::\d+)?|[A-Za-z0-9-]+:\d+"
-)
+_REGISTRY_HOST = re.compile(r"(?:[A-Za-z0-9-]+\.)+[A-Za-z0-9-]+(?::\d+)?|localhost(?::\d+)?|[A-Za-z0-9-]+:\d+")
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class Image:
     @classmethod
     def parse(cls, text: str, *, base: str) -> Image:
         """`base` is the directory, on the cluster, that a relative file name starts from."""
-        if not text or re.search(r"[\s\0]", text):
-            raise ValueError(f"{text!r} is not an image: it is empty or holds blanks")
+        if not text or re.search(r"[\s\0,]", text):
+            raise ValueError(f"{text!r} is not an image: it is empty, or holds blanks or a comma")
         if text.startswith(("/", "./", "../")) or text.endswith((".sqsh", ".squashfs")):
             path = text if text.startswith("/") else f"{base.rstrip('/')}/{text.removeprefix('./')}"
             return cls("path", path)

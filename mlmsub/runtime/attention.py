@@ -70,7 +70,7 @@ def torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any)
     if config.layernorm_zero_centered_gamma:
         raise NotImplementedError("--apply-layernorm-1p needs Transformer Engine")
     kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
-    norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps)
+    norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm

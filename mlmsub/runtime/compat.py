@@ -12,6 +12,7 @@ def apply() -> None:
     """Install the process-wide workarounds. Call once, before a model is built."""
     in_process_results_queue()
     norm_without_transformer_engine()
+    latent_attention_without_transformer_engine()
 
 
 def in_process_results_queue() -> None:
@@ -40,6 +41,21 @@ def norm_without_transformer_engine() -> None:
 
         module: Any = model_specs
         module.Norm = torch_norm
+
+
+def latent_attention_without_transformer_engine() -> None:
+    """megatron-core 0.19.2: latent attention knows modelopt's Linear only if Transformer Engine is there.
+
+    ``ValueError: Unsupported linear_q_down_proj``: the name is imported together with Transformer Engine's
+    layers and is None without them. The replicated Linear is what the importer fills under tensor
+    parallelism; the local spec's column-parallel one is not.
+    """
+    from megatron.core.post_training.modelopt import layers
+    from megatron.core.transformer import multi_latent_attention
+
+    module: Any = multi_latent_attention
+    if module.Linear is None:
+        module.Linear = layers.Linear
 
 
 def zero_parameters(model: Any) -> None:

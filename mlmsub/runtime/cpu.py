@@ -8,6 +8,7 @@ is there.
 
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -22,11 +23,12 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.device_count = lambda: 1
+    cuda.get_device_properties = lambda *_args: SimpleNamespace(major=0, minor=0, name="cpu")
     cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
     # one function per name: torch._dynamo refuses an object that stands for two torch functions
     for owner, name in (
-        (cuda, "set_device"), (cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "manual_seed"), (cuda, "set_rng_state"),
-        (cuda.nvtx, "range_push"), (cuda.nvtx, "range_pop"),
+        (cuda, "set_device"), (cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "manual_seed"),
+        (cuda, "set_rng_state"), (cuda.nvtx, "range_push"), (cuda.nvtx, "range_pop"),
     ):  # fmt: skip
         setattr(owner, name, _nothing())
     torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]

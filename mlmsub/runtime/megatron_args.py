@@ -43,18 +43,20 @@ def parse(
         return parser
 
     line = [*conf.arguments(), *_layout_words(layout), *_platform_words(), *(defaults or []), *extra]
+    printed = StringIO()  # 700 lines: each argument with its value
     saved, sys.argv = sys.argv, ["mlmsub", *line]
     try:
-        args: Namespace = parse_args(provider)
+        with redirect_stdout(printed):
+            args: Namespace = parse_args(provider)
+            for name, value in conf.config.items():
+                setattr(args, name, value)
+            validate_args(args, {})
+    except (AssertionError, ValueError) as error:
+        raise StageError("Megatron arguments", _first_line(error) or "Megatron refuses them.") from error
+    except SystemExit as error:  # Megatron prints and calls exit() for --help and for some old flags
+        raise StageError("Megatron arguments", " ".join(printed.getvalue().split())[-300:]) from error
     finally:
         sys.argv = saved
-    for name, value in conf.config.items():
-        setattr(args, name, value)
-    try:
-        with redirect_stdout(StringIO()):  # 700 lines: each argument with its value
-            validate_args(args, {})
-    except (AssertionError, ValueError, RuntimeError) as error:
-        raise StageError("Megatron arguments", _first_line(error) or "Megatron refuses them.") from error
     return args
 
 

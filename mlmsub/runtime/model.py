@@ -1,6 +1,7 @@
 """Build the GPTModel of a model conf, ready to take weights."""
 
 import importlib
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -14,6 +15,8 @@ def prepare() -> None:
     """What must be in place before Megatron builds anything in this process."""
     import torch
 
+    # Megatron asks for it before Blackwell when tensors are split, and CUDA reads it when it starts
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not torch.cuda.is_available():
         cpu.install()
     compat.apply()
@@ -42,7 +45,8 @@ def build(args: Namespace, conf: ModelConf, device: str) -> Any:
         raise StageError("model conf and layout", str(error).strip().partition("\n")[0]) from error
     if args.init_model_with_meta_device:
         model = model.to_empty(device=device)
-    return model.to(device=device, dtype=args.params_dtype).eval()
+    # no cast here: Megatron makes weights in params_dtype, and the router's bias must stay in fp32
+    return model.to(device=device).eval()
 
 
 def device(args: Namespace) -> str:

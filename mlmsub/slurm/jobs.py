@@ -12,9 +12,7 @@ from mlmsub.core.errors import SchedulerRefused
 from mlmsub.core.quoting import assignment
 from mlmsub.slurm import refusals
 
-State = Literal[
-    "pending", "running", "succeeded", "failed", "cancelled", "timeout", "preempted", "lost", "unknown"
-]
+State = Literal["pending", "running", "succeeded", "failed", "cancelled", "timeout", "preempted", "lost", "unknown"]
 
 # Slurm's state -> ours. A state that is not here is unknown, never success.
 _STATES: dict[str, State] = {
@@ -73,9 +71,7 @@ def parse_submission(answer: str) -> tuple[str, bool]:
         raise refusals.sbatch(int(values["code"]), "\n".join(v for k, v in pairs if k == "stderr"))
     if "refused" in values:
         raise refusals.ours(values["refused"], values.get("at", ""))
-    raise SchedulerRefused(
-        "the cluster gave no answer to the submission", stderr=answer, fix="repeat the same command"
-    )
+    raise SchedulerRefused("the cluster gave no answer to the submission", stderr=answer, fix="repeat the same command")
 
 
 def parse_status(answer: str, jobs: Sequence[str]) -> dict[str, JobState]:
@@ -99,9 +95,7 @@ def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
         word, reason, elapsed, nodes, start = facts["queue"]
         state = _STATES.get(word, "unknown")
         reason = "" if reason == "None" else reason
-        return JobState(
-            _settle(state, exit_code), word, reason, exit_code, elapsed, nodes, start, "queue", left
-        )
+        return JobState(_settle(state, exit_code), word, reason, exit_code, elapsed, nodes, start, "queue", left)
     if "account" in facts:
         word, code, elapsed, nodes, start = facts["account"]
         state = _STATES.get(word.split(" ")[0], "unknown")  # "CANCELLED by 1001"
@@ -115,9 +109,7 @@ def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
         never = end[0] == "never"
         state = "cancelled" if never or exit_code == 143 else "succeeded" if exit_code == 0 else "failed"
         return JobState(state, "", "a run it waits for failed" if never else "", exit_code, source="files")
-    return JobState(
-        "unknown", reason="no trace: run directory gone" if "gone" in facts else "", secrets_left=left
-    )
+    return JobState("unknown", reason="no trace: run directory gone" if "gone" in facts else "", secrets_left=left)
 
 
 def _settle(state: State, exit_code: int | None) -> State:

@@ -44,7 +44,7 @@
 
 SPANK_PLUGIN(pyxis, 1)
 
-enum { MAX_MOUNTS = 256, SYSTEM_MOUNTS = 8, POLL_US = 2000, JOIN_POLLS = 600 * (1000000 / POLL_US) };
+enum { MAX_MOUNTS = 256, SYSTEM_MOUNTS = 8, POLL_US = 2000, POLLS_PER_S = 1000000 / POLL_US, BUILD_S = 600, JOIN_S = 30 };
 
 struct mount_entry {
     const char *source, *target;
@@ -481,15 +481,23 @@ static int build_container(spank_t sp, const char *home)
     return 0;
 }
 
+/* a task that waits does not outlive slurmstepd */
+static bool pause_for(int poll, int limit_s, pid_t parent)
+{
+    usleep(POLL_US);
+    return poll < limit_s * POLLS_PER_S && getppid() == parent;
+}
+
 /* the leader's namespaces live as long as the leader, which waits until all have joined */
 static int join_container(void)
 {
     char path[64];
     const char *const names[] = {"user", "mnt"};
-    int fds[2];
+    pid_t parent = getppid();
+    int fds[2], polls = 0;
 
-    for (int i = 0; i < JOIN_POLLS && atomic_load(&shared->state) == BUILDING; i++)
-        usleep(POLL_US);
+    while (atomic_load(&shared->state) == BUILDING && pause_for(polls++, BUILD_S, parent))
+        ;
     if (atomic_load(&shared->state) != READY)
         return fail("container was not started successfully by another task");
     for (int i = 0; i < 2; i++) {
@@ -509,13 +517,14 @@ static int join_container(void)
 static int lead_container(spank_t sp, const char *home)
 {
     uint32_t tasks = 1;
-    int rc = build_container(sp, home);
+    pid_t parent = getppid();
+    int polls = 0, rc = build_container(sp, home);
 
     spank_get_item(sp, S_JOB_LOCAL_TASK_COUNT, &tasks);
     shared->leader = getpid();
     atomic_store(&shared->state, rc == 0 ? READY : FAILED);
-    for (int i = 0; rc == 0 && i < JOIN_POLLS && atomic_load(&shared->joined) < tasks - 1; i++)
-        usleep(POLL_US);
+    while (rc == 0 && atomic_load(&shared->joined) < tasks - 1 && pause_for(polls++, JOIN_S, parent))
+        ;
     return rc;
 }
 
@@ -623,6 +632,8 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 
     if (!args.image)
         return 0;
+    /* proctrack/linuxproc spares what is named slurmstepd, so a cancel would wait for the start to end */
+    prctl(PR_SET_NAME, "pyxis");
     const struct passwd *user = getpwuid(getuid());
     if (spank_getenv(sp, "HOME", home, sizeof(home)) != ESPANK_SUCCESS || home[0] != '/')
         snprintf(home, sizeof(home), "%s", user && user->pw_dir[0] == '/' ? user->pw_dir : "/");

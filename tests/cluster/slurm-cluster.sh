@@ -346,6 +346,8 @@ start() {
     alive slurmctld slurmctld || slurmctld
     for ((i = 1; i <= n; i++)); do start_node "$i"; done
     ((SSH_PORT)) && start_sshd
+    # a node that Slurm took out of service, as after a process that could not be killed, would stay so
+    sinfo -h -N -p batch -t drain -o %N | xargs -r -I{} scontrol update NodeName={} State=RESUME
     wait_for 30 all_idle "$n" || die "not all nodes came up: see $DIR/log"
     say "$n nodes are up; eval \"\$($0 env)\" to use them"
 }

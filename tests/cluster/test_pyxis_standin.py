@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -400,6 +401,18 @@ def test_without_the_plugin_srun_knows_no_container(lab: Lab, scratch: Path) -> 
     done = lab.run(argv, check=False, env={"SLURM_CONF": str(bare)})
     assert done.returncode == 255
     assert done.stderr.startswith("srun: unrecognized option '--container-image")
+
+
+def test_a_cancel_while_the_container_starts(lab: Lab, scratch: Path) -> None:
+    os.mkfifo(scratch / "never-ready.sqsh")
+    (scratch / "never-ready.sqsh").chmod(0o666)
+    run = f"echo started; srun --container-image={scratch}/never-ready.sqsh true"
+    submit = ["sbatch", "--parsable", "-n2", "-w", "node1", f"--output={scratch}/log", "--wrap", run]
+    job = lab.run(submit, lab.user).stdout.strip()
+    lab.run(f"until grep -q started {scratch}/log && scontrol show step {job}.0; do sleep 0.1; done")
+    lab.run(["scancel", job])
+    assert lab.wait(job, timeout=45).state == "CANCELLED"
+    assert lab.run(["sinfo", "-h", "-n", "node1", "-p", "batch", "-o", "%t"]).stdout.strip() == "idle"
 
 
 # --- many tasks

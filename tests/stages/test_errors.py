@@ -36,6 +36,7 @@ def one_line(result: Result, *words: str, code: int = 2) -> None:
         ({"MLM_EXTRA_ARGS": "--calib-sise 4"}, ("--calib-sise", "--calib-size")),
         ({"MLM_EXTRA_ARGS": "--calib-size 0"}, ("--calib-size", "'0'")),
         ({"MLM_EXTRA_ARGS": "--export-kv-cache-quant fp8"}, ("Transformer Engine",)),
+        ({"MLM_EXTRA_ARGS": "--checkpoint-activations"}, ("--checkpoint-activations is no longer valid",)),
         ({"MLM_EXTRA_ARGS": "--num-layers four"}, ("--num-layers", "'four'")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -3,6 +3,7 @@
 # Submit one run: runs on the cluster under /bin/sh, with the run directory as a tar on standard input. The client
 # puts assignments in front: run_dir scheduler slurm_bin clusters pass_env image sources ntasks job_name stamp parents.
 # Answers with lines `key value`; the exit code is 0 whenever there is an answer.
+users_umask=$(umask)
 umask 077
 say() { printf '%s %s\n' "$1" "$2"; }
 refuse() { say refused "$1"; say at "$2"; exit 0; }
@@ -47,6 +48,7 @@ rm -rf "$run_dir" && mv "$part" "$run_dir" || { undo; refuse not-writable "$root
 cd "$run_dir" || exit 1
 
 # --- submit ----------------------------------------------------------------------------
+umask "$users_umask"  # Slurm hands it on to the job, whose outputs are the user's
 # A clean environment: the submitting shell's tokens would end in slurmctld's state, and SBATCH_* would override
 # the script's lines. The names that pass are those that sbatch itself needs, and the profile's `pass_env`.
 set --
