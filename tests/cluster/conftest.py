@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command import Mlmsub, installed
 from lab import Lab, Unavailable, default_lab, running
 
 
@@ -29,3 +30,17 @@ def scratch(lab: Lab, request: pytest.FixtureRequest) -> Path:
     folder.mkdir()
     shutil.chown(folder, lab.user, lab.user)
     return folder
+
+
+@pytest.fixture(scope="session")
+def installed_command(lab: Lab) -> Path:
+    """The installed `mlmsub`, as in a fresh `pip install`."""
+    return installed()
+
+
+@pytest.fixture
+def mlm(lab: Lab, installed_command: Path, scratch: Path) -> Mlmsub:
+    """mlmsub in the hands of the ordinary user, with the profile `lab` for this cluster."""
+    mlm = Mlmsub(lab, installed_command, scratch / "home").setup()
+    mlm.profile()
+    return mlm

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,10 +93,7 @@ class Lab:
         Raises:
             Unavailable: not root, no user namespaces, or packages cannot be installed.
         """
-        if os.geteuid() != 0:
-            raise Unavailable("the cluster tests need root")
-        if subprocess.run(["unshare", "--user", "--mount", "true"], capture_output=True).returncode != 0:
-            raise Unavailable("the cluster tests need user namespaces")
+        require_privileges()
         started_with = self.directory / "nodes"
         if started_with.exists() and started_with.read_text().strip() != str(self.nodes):
             self.stop()
@@ -214,6 +211,14 @@ class Lab:
         return output.read_text()
 
 
+def require_privileges() -> None:
+    """Raise Unavailable unless this process may start a cluster with containers."""
+    if os.geteuid() != 0:
+        raise Unavailable("the cluster tests need root")
+    if subprocess.run(["unshare", "--user", "--mount", "true"], capture_output=True).returncode != 0:
+        raise Unavailable("the cluster tests need user namespaces")
+
+
 def default_lab() -> Lab:
     """The tests' own cluster, apart from the one that slurm-cluster.sh starts by default.
 
@@ -224,8 +229,9 @@ def default_lab() -> Lab:
 
 
 @contextmanager
-def running(lab: Lab):
+def running(lab: Lab) -> Iterator[Lab]:
     """The lab, started, and stopped at the end unless MLMSUB_KEEP_CLUSTER=1; one user of it at a time."""
+    require_privileges()
     lab.directory.mkdir(parents=True, exist_ok=True)
     with (lab.directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

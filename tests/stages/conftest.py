@@ -159,6 +159,39 @@ def make_conf(file: Path) -> Path:
     return file
 
 
+def make_latent(folder: Path) -> Path:
+    """A tiny DeepseekV3 (Kimi's architecture): latent attention, one dense layer, then experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    folder.mkdir(parents=True)
+    config = DeepseekV3Config(
+        vocab_size=make_tokenizer(folder), hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4,
+        num_experts_per_tok=2, routed_scaling_factor=2.5, first_k_dense_replace=1, n_group=1, topk_group=1,
+        kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=24,
+        max_position_embeddings=512, rope_theta=50000.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(11)
+    DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def make_latent_conf(file: Path) -> Path:
+    arguments = {
+        "num-layers": 3, "hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 4, "kv-channels": 24,
+        "normalization": "RMSNorm", "norm-epsilon": 1e-6, "swiglu": True, "disable-bias-linear": True,
+        "position-embedding-type": "rope", "rotary-base": 50000, "seq-length": 512, "max-position-embeddings": 512,
+        "attention-dropout": 0.0, "hidden-dropout": 0.0, "multi-latent-attention": True, "qk-layernorm": True,
+        "q-lora-rank": 48, "kv-lora-rank": 32, "qk-head-dim": 16, "qk-pos-emb-head-dim": 16, "v-head-dim": 24,
+        "rope-type": "rope", "num-experts": 4, "moe-layer-freq": "[0]*1+[1]*2", "moe-ffn-hidden-size": 32,
+        "moe-shared-expert-intermediate-size": 32, "moe-router-topk": 2, "moe-router-score-function": "sigmoid",
+        "moe-router-enable-expert-bias": True, "moe-router-topk-scaling-factor": 2.5, "moe-router-dtype": "fp32",
+        "moe-router-load-balancing-type": "none", "moe-token-dispatcher-type": "allgather",
+    }  # fmt: skip
+    file.write_text(yaml.safe_dump({"model": MODEL, "megatron_args": arguments}))
+    return file
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stages")

@@ -36,6 +36,14 @@ def test_modelopt_spec_wants_transformer_engine() -> None:
         layers.Norm(config=None, hidden_size=8)
 
 
+def test_latent_attention_lacks_the_replicated_linear() -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if HAVE_TE:
+        pytest.skip("Transformer Engine is here")
+    assert _fresh("megatron.core.transformer.multi_latent_attention").Linear is None
+
+
 def test_local_attention_refuses_latent_attention() -> None:
     """The reason for runtime.attention.TorchAttention."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention

@@ -19,15 +19,12 @@ WriteConfig = Callable[..., str]
 ANSWERS = {"Verification": CODE, "assword": PASSWORD}
 
 
-def login(config: str, person: Person | None = None, user: str | None = None, kind: str = "paramiko") -> bytes:
-    with transport.open(
-        "lab",
-        kind,  # type: ignore[arg-type]
-        ssh_config=config,
-        user=user,
-        prompter=person,
-        no_prompt=person is None,
-    ) as place:
+def login(
+    config: str, person: Person | None = None, user: str | None = None, kind: str = "paramiko", *, ask: bool = True
+) -> bytes:
+    """Log in as `person` answers; without one, or with `ask` false, prompting is off."""
+    no_prompt = person is None or not ask
+    with transport.open("lab", kind, ssh_config=config, user=user, prompter=person, no_prompt=no_prompt) as place:  # type: ignore[arg-type]
         return place.run("echo in").stdout
 
 
@@ -68,6 +65,18 @@ class TestKeys:
         server.allow(wanted)
         lines = [f"IdentityAgent {agent}", f"IdentityFile {wanted}"]
         assert login(write_config(server, *lines, "IdentitiesOnly yes"), kind=kind) == b"in\n"
+
+    def test_identities_only_leaves_the_other_keys_of_the_agent_alone(
+        self, kind: str, start_sshd: Callable[..., Sshd], write_config: WriteConfig, agent: Path, tmp_path: Path
+    ) -> None:
+        good, named = make_key(tmp_path / "good"), make_key(tmp_path / "named")
+        self._add(agent, good)
+        server = start_sshd(f"only-{kind}")
+        server.allow(good)
+        lines = [f"IdentityAgent {agent}", f"IdentityFile {named}"]
+        assert login(write_config(server, *lines), kind=kind) == b"in\n"
+        with pytest.raises(AuthFailed):
+            login(write_config(server, *lines, "IdentitiesOnly yes"), kind=kind)
 
     @staticmethod
     def _add(agent: Path, key: Path) -> None:
@@ -117,8 +126,10 @@ class TestEncryptedKeys:
             login(lock(), Person({"passphrase": "guess"}))
 
     def test_without_prompting(self, lock: Callable[..., str]) -> None:
+        person = Person({"passphrase": "open sesame"})
         with pytest.raises(PromptNeeded) as caught:
-            login(lock())
+            login(lock(), person, ask=False)
+        assert person.asked == []
         assert "passphrase" in caught.value.question
         assert "ssh-add" in caught.value.fix
 

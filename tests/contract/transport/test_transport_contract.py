@@ -76,7 +76,7 @@ class TestRun:
             raise FileNotFoundError("vanished")
 
         with pytest.raises(FileNotFoundError, match="vanished"):
-            connect().run("cat >/dev/null; sleep 60", blocks())
+            connect().run("cat >/dev/null; sleep 600", blocks(), timeout=20)
 
     def test_awkward_text_in_the_script(self, connect: Open) -> None:
         texts = ["it's", '"', "!", "!!", "$HOME", "`id`", "$(id)", "\\", "\\n", "%s", "#", "größe €", "\t ; & | *", ""]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from mlmsub.transport.errors import AuthFailed, ConnectFailed
 from mlmsub.transport.hostkeys import KnownHosts, append, fingerprint, lookup_name, parse
 from mlmsub.transport.openssh import classify
 from mlmsub.transport.testing import Call, FakeTransport
-from mlmsub.transport.wire import Frame
+from mlmsub.transport.wire import Frame, make_request
 
 MARKER = b"mlmsub-0123"
 
@@ -54,6 +56,23 @@ WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",
 def test_any_text_and_any_stdin(text: str, stdin: bytes) -> None:
     script = f"cat <<'_E_N_D_'\n{text}\n_E_N_D_\ncat"
     assert LocalTransport().run(script, stdin).stdout == text.encode() + b"\n" + stdin
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash", "busybox sh", "ksh", "zsh", "yash"])
+def test_any_posix_shell_may_be_bin_sh(shell: str) -> None:
+    if shutil.which(shell.split()[0]) is None:
+        pytest.skip(f"{shell} is not installed")
+    request = make_request("x=größe; " * 5000 + 'printf "%s" "$x"; cat')
+    command = request.command.replace("/bin/sh", shell)
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        input=request.head + b"\0stdin",
+        env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        check=False,
+    )
+    frame = Frame(request.marker)
+    assert (frame.feed(done.stdout), frame.exit_code) == ("größe".encode() + b"\0stdin", 0)
 
 
 @pytest.mark.parametrize(
