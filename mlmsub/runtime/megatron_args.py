@@ -97,9 +97,9 @@ def _platform_words() -> list[str]:
 
     # Apex's fused kernels are in no wheel; without the flag a layer refuses to be built when it is missing.
     words = ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"]
+    words.append("--no-rope-fusion")
     if not HAVE_TE:
-        words += ["--transformer-impl", "local", "--no-rope-fusion"]
-        words += ["--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
+        words += ["--transformer-impl", "local", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
     if not torch.cuda.is_available():
         words += ["--use-cpu-initialization", "--distributed-backend", "gloo"]
     return words

@@ -45,6 +45,8 @@ def build(args: Namespace, conf: ModelConf, device: str) -> Any:
         raise StageError("model conf and layout", str(error).strip().partition("\n")[0]) from error
     if args.init_model_with_meta_device:
         model = model.to_empty(device=device)
+        for buffer in model.buffers():
+            buffer.zero_()
     # no cast here: Megatron makes weights in params_dtype, and the router's bias must stay in fp32
     return model.to(device=device).eval()
 

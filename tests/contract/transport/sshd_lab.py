@@ -143,7 +143,7 @@ def make_account(name: str, shell: str, home: Path) -> Account:
 
 
 def remove_account(name: str) -> None:
-    call("userdel", name)
+    call("userdel", "--force", name)  # a process of it may still be ending
 
 
 @dataclass

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlmsub.transport import LocalTransport, Result, ssh_config
@@ -20,8 +20,10 @@ from mlmsub.transport.testing import Call, FakeTransport
 from mlmsub.transport.wire import Frame, make_request
 
 MARKER = b"mlmsub-0123"
+unhurried = settings(deadline=None)
 
 
+@unhurried
 @given(noise=st.binary(max_size=50), body=st.binary(max_size=200), sizes=st.lists(st.integers(1, 9), min_size=1))
 def test_frame_gives_back_the_body_however_it_is_cut(noise: bytes, body: bytes, sizes: list[int]) -> None:
     stream = noise + MARKER + b"\n" + body + MARKER + b" 17\n" + b"left over"
@@ -33,6 +35,7 @@ def test_frame_gives_back_the_body_however_it_is_cut(noise: bytes, body: bytes, 
     assert (got, frame.exit_code, frame.before) == (body, 17, noise)
 
 
+@unhurried
 @given(body=st.binary(max_size=60))
 def test_frame_holds_nothing_back_that_cannot_be_the_marker(body: bytes) -> None:
     frame = Frame(MARKER)
@@ -41,6 +44,7 @@ def test_frame_holds_nothing_back_that_cannot_be_the_marker(body: bytes) -> None
     assert frame.feed(line) == line
 
 
+@unhurried
 @given(body=st.binary(max_size=60))
 def test_frame_of_a_stream_that_breaks_off(body: bytes) -> None:
     frame = Frame(MARKER)
@@ -52,6 +56,7 @@ def test_frame_of_a_stream_that_breaks_off(body: bytes) -> None:
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40)
 
 
+@unhurried
 @given(text=WORDS, stdin=st.binary(max_size=100))
 def test_any_text_and_any_stdin(text: str, stdin: bytes) -> None:
     script = f"cat <<'_E_N_D_'\n{text}\n_E_N_D_\ncat"
@@ -96,6 +101,7 @@ def test_what_is_no_destination(text: str) -> None:
         ssh_config.parse_destination(text)
 
 
+@unhurried
 @given(
     name=st.from_regex(r"[a-z0-9.-]{1,20}", fullmatch=True),
     port=st.integers(1, 65535),
@@ -112,6 +118,7 @@ def test_an_entry_that_was_added_is_found(
     assert KnownHosts.for_host(lookup_name(name + "x", port), name + "x", [file], []).entries == ()
 
 
+@unhurried
 @given(st.text())
 def test_no_known_hosts_text_is_too_strange(text: str) -> None:
     for entry in parse(text, "file"):
