@@ -42,12 +42,13 @@ while read -r __mlm_file <&9; do
     set -a
     # shellcheck disable=SC1090  # the user's file
     source "./${__mlm_file##*/}"
-    set +a
-    trap - DEBUG
+    builtin set +a
+    builtin trap - DEBUG
     trap '__mlm_record $?' EXIT
 done 9<"$__mlm_env/order"
+builtin unset -f builtin source trap unset set printf echo exit cd # an env setup may have made functions of these
+IFS=$' \t\n'
 eval "$__mlm_options"
-unset -f builtin source trap unset printf echo exit cd  # an env setup may have made functions of these
 # `set -a` also exports the functions of an env setup; they are not values
 while read -r _ _ __mlm_name; do
     [[ $'\n'$__mlm_functions$'\n' == *" $__mlm_name"$'\n'* ]] || export -fn "${__mlm_name?}"

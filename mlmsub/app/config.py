@@ -63,7 +63,7 @@ def load_profile(user: User, name: str) -> NamedProfile:
     path = user.cwd / name if name.endswith((".yaml", ".yml")) else user.profiles_dir / f"{name}.yaml"
     if path.is_file():
         data = read_yaml(path)
-        return NamedProfile(path.stem, build(Profile, data if data != "" else {}, str(path)), str(path))
+        return NamedProfile(path.stem, build(Profile, data or {}, str(path)), str(path))
     if name == "local":
         return NamedProfile("local", profiles.LOCAL, "built in")
     if path.parent == user.profiles_dir:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlmsub.core import envsetup, paths
@@ -90,6 +90,8 @@ def _source(path: Path, given: Mapping[str, str], time_limit: float) -> envsetup
             f"{path}: it ends the shell at {at} (exit code {process.returncode}){_said(errors)}",
             fix="an env setup is sourced: take out `exit`, and mind `set -e`",
         )
+    if b"No such file or directory" in errors:  # it may be there in the job
+        return replace(reading, missing=(*reading.missing, _said(errors).removeprefix("; it said: ")))
     return reading
 
 

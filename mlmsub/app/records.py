@@ -60,7 +60,7 @@ class Records:
         for path in self.folder.glob("*.json") if self.folder.is_dir() else ():
             try:
                 found.append((path.stat().st_mtime_ns, _record(json.loads(path.read_text()))))
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError, AttributeError):  # not ours, or not whole
                 continue
         return [record for _, record in sorted(found, key=lambda pair: pair[0], reverse=True)]
 

@@ -12,7 +12,7 @@ from mlmsub.app.config import NamedProfile, User, load_profile, read_yaml
 from mlmsub.app.records import Record, Records
 from mlmsub.app.sources import Request, Sources
 from mlmsub.core import checks, paths, stages
-from mlmsub.core.bundle import REDACTED
+from mlmsub.core.bundle import REDACTED, secret_texts
 from mlmsub.core.envsetup import Reading
 from mlmsub.core.errors import UsageError
 from mlmsub.core.issues import Issue, warning
@@ -104,6 +104,10 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         origins=sources.origins,
     )
     secrets = {name: value for name in profile.secret_names if (value := values.get(name) or user.get(name))}
+    if any(text in word for text in secret_texts(secrets) for word in args):
+        raise UsageError(
+            "the command holds a secret's value, which would be readable", fix="read the variable in the job"
+        )
     issues = (*sources.issues, *checks.run(spec, layers.setup.reading, values))
     return Resolved(spec, sources.named, issues, values, secrets)
 

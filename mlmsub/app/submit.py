@@ -65,14 +65,10 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
     try:
         job_id, existed = jobs.parse_submission(result.stdout.decode(errors="replace"))
     except SchedulerRefused as refused:
-        if not _may_exist(refused):
+        if not refused.may_exist:
             records.forget(prepared.record)
         raise
     return records.submitted(prepared.record, job_id), existed
-
-
-def _may_exist(refused: SchedulerRefused) -> bool:
-    return "imed out" in refused.stderr or not refused.fix
 
 
 def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:

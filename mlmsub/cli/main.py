@@ -10,6 +10,7 @@ import typer
 from mlmsub import __version__
 from mlmsub.cli import output
 from mlmsub.core.errors import MlmsubError
+from mlmsub.transport.errors import TransportError
 
 app = typer.Typer(
     help="Submit containerized Megatron-Core and ModelOpt post-training to Slurm.",
@@ -33,6 +34,9 @@ def main() -> None:
     except MlmsubError as error:
         output.print_error(error)
         sys.exit(error.exit_code)
+    except TransportError as error:
+        output.print_error(MlmsubError(str(error), fix=error.fix))
+        sys.exit(4)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `mlmsub logs | head`

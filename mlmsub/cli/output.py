@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 
 from mlmsub.core.errors import ChecksFailed, MlmsubError
@@ -58,28 +59,41 @@ def print_error(error: MlmsubError) -> None:
 class LogPrinter:
     """Prints a log for a person: what several ranks say alike stands once, with how many said it.
 
-    srun labels each line `rank: text`. Lines of the same text that follow each other are gathered; `rank` keeps one
-    rank's lines only, without the label.
+    srun labels each line `rank: text`. Lines of the same text that follow each other are gathered; a line waits for
+    others of its kind at most HOLD seconds. `rank` keeps one rank's lines only, without the label.
     """
 
+    HOLD = 0.7
     _LABELLED = re.compile(r" *(\d+): (.*)", re.DOTALL)
 
     def __init__(self, rank: int | None = None) -> None:
         self._rest, self._rank = b"", rank
         self._text, self._ranks = "", list[str]()
+        self._lock, self._timer = threading.Lock(), threading.Timer(0, lambda: None)
 
     def feed(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._line(line.decode(errors="replace"))
-        if not self._rest:
-            self._flush()
-        sys.stdout.flush()
+        """Print what is new; any cut of the log into pieces will do."""
+        self._timer.cancel()
+        with self._lock:
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._line(line.decode(errors="replace"))
+            sys.stdout.flush()
+        self._timer = threading.Timer(self.HOLD, self._let_go)
+        self._timer.daemon = True
+        self._timer.start()
 
     def close(self) -> None:
+        """Print what was held back."""
+        self._timer.cancel()
         if self._rest:
             self._line(self._rest.decode(errors="replace"))
-        self._flush()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._flush()
+            sys.stdout.flush()
 
     def _line(self, line: str) -> None:
         match = self._LABELLED.fullmatch(line)

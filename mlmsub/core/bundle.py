@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def build(
         paths.JOB_SCRIPT: script.render(resources[TEMPLATE].decode(), shown, run, stamp).encode(),
         paths.SPEC: _yaml(shown.to_data()),
         paths.PROFILE_ENV: _assignments(shown.profile_env),
-        paths.OVERRIDES: _assignments(shown.overrides),
+        paths.OVERRIDES: _overrides(shown.overrides),
         paths.DEFAULTS: _defaults(shown.defaults),
         paths.MERGED: _MERGED.encode(),
         paths.COMMAND: _command(shown),
@@ -105,6 +106,11 @@ def _assignments(values: Mapping[str, str]) -> bytes:
     return "".join(f"{assignment(name, value)}\n" for name, value in values.items()).encode()
 
 
+def _overrides(values: Mapping[str, str]) -> bytes:
+    """Unset first: a plain assignment to a bash array would only change its first element."""
+    return "".join(f"unset -v {name}; export {assignment(name, value)}\n" for name, value in values.items()).encode()
+
+
 def _defaults(values: Mapping[str, str]) -> bytes:
     """Set what is unset or empty, which is the same to Megatron-LM's scripts."""
     return "".join(f"[[ -n ${{{n}-}} ]] || export {assignment(n, v)}\n" for n, v in values.items()).encode()
@@ -140,36 +146,42 @@ def _order(hidden: Mapping[str, bytes]) -> bytes:
 def _redact(spec: RunSpec, secrets: Mapping[str, str]) -> tuple[RunSpec, dict[str, bytes]]:
     """The spec without secret values, and the secret files that hold them.
 
-    A setup file with a secret in it is shipped whole among the secrets, byte for byte; what stands in its place in
-    the bundle is for reading only.
+    A setup that assigns a secret name, or holds a secret's value, is shipped whole among the secrets, byte for byte;
+    what stands in its place in the bundle is for reading only.
     """
-    values = sorted({value for value in secrets.values() if value}, key=len, reverse=True)
-    if not values:
-        return spec, {}
-    hidden = {f"{paths.SECRETS}/env.sh": _assignments(secrets)}
-
-    def clean(text: str) -> str:
-        for value in values:
-            text = text.replace(value, REDACTED)
-        return text
-
+    values = secret_texts(secrets)
     setup = spec.setup.contents()
-    redacted = {name: encode(_replace(content, values)) for name, content in setup.items()}
+    redacted = {name: encode(_blacken(content, spec.secret_names, values)) for name, content in setup.items()}
+    hidden = {}
     if redacted != dict(spec.setup.files):
         hidden |= {f"{paths.SECRETS}/{name}": content for name, content in _named(setup).items()}
-    shown = replace(
-        spec,
-        setup=replace(spec.setup, files=redacted),
-        args=tuple(map(clean, spec.args)),
-        overrides={n: v for n, v in spec.overrides.items() if clean(v) == v},
-        profile_env={n: v for n, v in spec.profile_env.items() if clean(v) == v},
-    )
-    if overrides := {n: v for n, v in spec.overrides.items() if clean(v) != v}:
-        hidden[f"{paths.SECRETS}/overrides.sh"] = _assignments(overrides)
+
+    def is_secret(name: str, value: str) -> bool:
+        return name in spec.secret_names or any(text in value for text in values)
+
+    def split(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        secret = {name: value for name, value in variables.items() if is_secret(name, value)}
+        return {name: value for name, value in variables.items() if name not in secret}, secret
+
+    profile_env, in_profile = split(spec.profile_env)
+    overrides, in_overrides = split(spec.overrides)
+    if in_profile or secrets:
+        hidden[f"{paths.SECRETS}/env.sh"] = _assignments({**secrets, **in_profile})
+    if in_overrides:
+        hidden[f"{paths.SECRETS}/overrides.sh"] = _overrides(in_overrides)
+    shown = replace(spec, setup=replace(spec.setup, files=redacted), overrides=overrides, profile_env=profile_env)
     return shown, hidden
 
 
-def _replace(content: bytes, values: list[str]) -> bytes:
+def secret_texts(secrets: Mapping[str, str]) -> list[str]:
+    """The secret values to look for in other texts, longest first; one of a few characters would be found anywhere."""
+    return sorted({value for value in secrets.values() if len(value) >= 8}, key=len, reverse=True)
+
+
+def _blacken(content: bytes, names: tuple[str, ...], values: list[str]) -> bytes:
+    """Black out what is assigned to a secret name, and each secret value wherever it stands."""
+    for name in names:
+        content = re.sub(rb"(?m)\b(" + name.encode() + rb"=)[^\n]*", rb"\1" + REDACTED.encode(), content)
     for value in values:
         content = content.replace(value.encode(), REDACTED.encode())
     return content

@@ -20,10 +20,10 @@ READER = r"""
 ((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 43)) || exit 97
 exec 3>&1 1>&2
 __mlm_dir=$PWD __mlm_at=
-dirname() { local p=${1%"${1##*[!/]}"}; case $p in */*) p=${p%/*}; echo "${p:-/}";; *) echo "${p:+.}";; esac; }
-basename() { local p=${1%"${1##*[!/]}"}; p=${p##*/}; echo "${p%"${2-}"}"; }
-realpath() { case $1 in /*) echo "$1";; *) echo "$PWD/${1#./}";; esac; }
-readlink() { [[ $1 == -* ]] && shift; realpath "$1"; }
+dirname() { while [[ $1 == -* ]]; do shift; done; local p=${1%"${1##*[!/]}"}; case $p in */*) p=${p%/*}; echo "${p:-/}";; *) echo "${p:+.}";; esac; }
+basename() { while [[ $1 == -* ]]; do shift; done; local p=${1%"${1##*[!/]}"}; p=${p##*/}; echo "${p%"${2-}"}"; }
+realpath() { while [[ $1 == -* ]]; do shift; done; case $1 in /*) echo "$1";; *) echo "$PWD/${1#./}";; esac; }
+readlink() { realpath "$@"; }
 command_not_found_handle() { printf 'missing\0%s\0' "$1" >&3; return 127; }
 declare -A __mlm_files=()
 trap 'builtin printf "ended\0%s\0" "$__mlm_was" >&3' EXIT  # itself fires DEBUG once more
@@ -31,22 +31,22 @@ set -T
 trap '__mlm_files[.${BASH_SOURCE[0]:-}]=1 __mlm_was=$__mlm_at __mlm_at="${BASH_SOURCE[0]:-} line $LINENO"' DEBUG
 set -a
 source "$__mlm_setup"
-set +a
+builtin unset -f builtin set trap unset declare printf compgen cd dirname basename realpath readlink
+IFS=$' \t\n'
 trap - DEBUG EXIT
-set +eufT
-builtin cd "$__mlm_dir"
-unset -f dirname basename realpath readlink command_not_found_handle printf compgen builtin
-for __mlm in "${!__mlm_files[@]}"; do builtin printf 'file\0%s\0' "${__mlm#.}" >&3; done
-for __mlm in $(builtin compgen -A arrayvar); do
+set +aeufT
+cd "$__mlm_dir"
+for __mlm in "${!__mlm_files[@]}"; do printf 'file\0%s\0' "${__mlm#.}" >&3; done
+for __mlm in $(compgen -A arrayvar); do
     case $__mlm in BASH*|DIRSTACK|FUNCNAME|GROUPS|PIPESTATUS|__mlm*) continue;; esac
     declare -n __mlm_ref=$__mlm
-    builtin printf 'array\0%s\0%s\0' "$__mlm" "${#__mlm_ref[@]}" >&3
-    ((${#__mlm_ref[@]})) && builtin printf '%s\0' "${__mlm_ref[@]}" >&3
+    printf 'array\0%s\0%s\0' "$__mlm" "${#__mlm_ref[@]}" >&3
+    ((${#__mlm_ref[@]})) && printf '%s\0' "${__mlm_ref[@]}" >&3
     declare +n __mlm_ref
     unset __mlm_ref
 done
-for __mlm in $(builtin compgen -A export); do builtin printf 'value\0%s\0%s\0' "$__mlm" "${!__mlm}" >&3; done
-builtin printf 'done\0' >&3
+for __mlm in $(compgen -A export); do printf 'value\0%s\0%s\0' "$__mlm" "${!__mlm}" >&3; done
+printf 'done\0' >&3
 """
 _SHELLS_OWN = ("_", "OLDPWD", "PWD", "SHLVL", "__mlm_at", "__mlm_was", "__mlm_setup")
 TOO_OLD = 97  # READER's exit code under a bash before 4.3, such as macOS's 3.2

@@ -44,13 +44,25 @@ class ChecksFailed(MlmsubError):
 
 
 class SchedulerRefused(MlmsubError):
-    """Slurm refused the job or does not answer; `stderr` is what it printed."""
+    """Slurm refused the job or does not answer; `stderr` is what it printed.
+
+    `may_exist` says that a job may have been made all the same: the submission is to be taken up again, not forgotten.
+    """
 
     exit_code = 5
 
-    def __init__(self, message: str, *, command: str = "", code: int = 0, stderr: str = "", fix: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        fix: str = "",
+        command: str = "",
+        code: int = 0,
+        stderr: str = "",
+        may_exist: bool = False,
+    ) -> None:
         super().__init__(message, fix=fix)
-        self.command, self.code, self.stderr = command, code, stderr
+        self.command, self.code, self.stderr, self.may_exist = command, code, stderr, may_exist
 
 
 class JobFailed(MlmsubError):

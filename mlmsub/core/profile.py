@@ -75,7 +75,7 @@ class Profile:
                     raise ValueError(f"{key}: {name!r} is not a variable's name")
         for key in ("scratch", "runs_root", "slurm_bin"):
             path = getattr(self, key)
-            if path and not path.startswith(("/", "~/")):
+            if path and not path.startswith("/"):
                 raise ValueError(f"{key} must be an absolute path, not {path!r}")
 
     @property

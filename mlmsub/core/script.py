@@ -21,7 +21,10 @@ MANAGED = {
     "cpus-per-task": "the profile's `cpus_per_task`",
     "time": "--time or the profile's `time`",
     "mem": "the profile's `mem`",
+    "mem-per-cpu": "the profile's `mem`",
+    "mem-per-gpu": "the profile's `mem`",
     "exclusive": "the profile's `exclusive`",
+    "oversubscribe": "the profile's `exclusive`",
     "overcommit": "the profile's `overcommit`",
     "qos": "the profile's `qos`",
     "reservation": "the profile's `reservation`",
@@ -51,17 +54,23 @@ MANAGED = {
 SHORT = {
     "J": "job-name", "A": "account", "p": "partition", "N": "nodes", "n": "ntasks", "t": "time", "c": "cpus-per-task",
     "q": "qos", "C": "constraint", "w": "nodelist", "x": "exclude", "M": "clusters", "d": "dependency", "o": "output",
-    "e": "error", "D": "chdir", "G": "gpus", "O": "overcommit", "a": "array", "W": "wait",
+    "e": "error", "D": "chdir", "G": "gpus", "O": "overcommit", "a": "array", "W": "wait", "s": "oversubscribe",
 }  # fmt: skip
+_FLAGS = "HIkQvhVu"  # short options of sbatch that take no value
 
 
 def managed_option(argument: str) -> str:
     """The managed option that an sbatch argument would set, or ""."""
     if argument.startswith("--"):
         name = argument[2:].partition("=")[0]
-        # sbatch takes unambiguous beginnings too: --part=x is --partition=x
-        return next((known for known in MANAGED if name == known or (len(name) > 3 and known.startswith(name))), "")
-    return SHORT.get(argument[1:2], "") if argument.startswith("-") else ""
+        # sbatch takes beginnings too: --part=x is --partition=x
+        return name if name in MANAGED else next((known for known in MANAGED if name and known.startswith(name)), "")
+    for letter in argument[1:]:  # bundled: -HN4 is -H -N 4
+        if letter in SHORT:
+            return SHORT[letter]
+        if letter not in _FLAGS:
+            return ""  # takes the rest as its value
+    return ""
 
 
 def log_name(spec: RunSpec, stamp: str, job_id: str = "%j", job_name: str = "%x") -> str:

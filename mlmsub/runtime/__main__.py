@@ -38,8 +38,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tell(env: Env, stage: str, error: StageError) -> None:
-    """Print a user's error once per node: all ranks of a node find the same thing."""
-    if env.text("LOCAL_RANK", "0") == "0":
+    """Print a user's error. Before the ranks have met, all of a node find the same, so one of them prints."""
+    torch = sys.modules.get("torch")
+    met = torch is not None and torch.distributed.is_initialized()
+    if met or env.text("LOCAL_RANK", "0") == "0":
         rank = env.text("RANK", "0")
         print(f"{stage}: ERROR{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr, flush=True)
 

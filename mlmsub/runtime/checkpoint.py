@@ -10,7 +10,8 @@ from mlmsub.runtime.errors import CheckFailed, StageError
 TRACKER = "latest_checkpointed_iteration.txt"
 # torch.distributed.checkpoint's plan of the files, and megatron-core's note of the format, written last
 PLAN, FORMAT = ".metadata", "metadata.json"
-FIELD, AGAIN = "MLM_MODEL_CKPT", "run the stage that writes it again."
+FIELD = "MLM_MODEL_CKPT"
+AGAIN, CONF = "run the stage that writes it again.", "use the model conf that it was made with."
 
 
 def folder(path: Path) -> Path:
@@ -46,8 +47,14 @@ def incomplete(path: Path) -> str:
     if not (path / TRACKER).is_file():
         return f"no {TRACKER}."
     here = path / _named(path)
-    parts = [here] + ([here / "modelopt_state"] if (here / "modelopt_state").is_dir() else [])
-    return next((reason for part in parts if (reason := _incomplete_part(part))), "")
+    reason, keys = _read_plan(here)
+    if reason:
+        return reason
+    if (here / "modelopt_state").is_dir():
+        return _read_plan(here / "modelopt_state")[0]
+    if any("_quantizer." in key for key in keys):
+        return f"it is quantized, and {here.name}/modelopt_state is missing."
+    return ""
 
 
 def save(model: Any, args: Namespace, part: Path) -> None:
@@ -91,31 +98,29 @@ def load(model: Any, here: Path) -> None:
     compat.zero_parameters(model)
     try:
         restore_sharded_modelopt_state([model], str(here))
+        # Megatron's words: missing is what the checkpoint has and no rank asked for, unexpected is what this
+        # rank asked for and the checkpoint lacks
         loaded, missing, unexpected = dist_checkpointing.load(
             {"model": _sharded_state(model)}, str(here), strict=StrictHandling.RETURN_ALL
         )
-    except CheckpointingException as error:
+    except (CheckpointingException, ValueError) as error:
         reason = str(error).strip().partition("\n")[0][:300]
+        raise StageError(FIELD, f"{here} does not fit the model conf: {reason}", CONF) from error
+    # Transformer Engine's modules keep an _extra_state that torch's do not have
+    lost = sorted(key for key in unexpected if not key.endswith("_extra_state"))
+    unused = sorted(key for key in missing if _is_weight(key))
+    if lost or unused:
         raise StageError(
             FIELD,
-            f"{here} does not fit the model conf: {reason}",
-            "use the conf that it was made with.",
-        ) from error
-    # Transformer Engine modules keep an _extra_state that torch's do not have, and the other way round;
-    # a checkpoint of a training run has more than the model.
-    lost = sorted(key for key in missing if not key.endswith("_extra_state"))
-    surplus = sorted(key for key in unexpected if _is_weight(key))
-    if lost or surplus:
-        raise StageError(
-            FIELD,
-            f"{here} is another model: {len(lost)} tensors are missing {lost[:3]}, "
-            f"{len(surplus)} are not in the model {surplus[:3]}.",
-            "use the model conf that it was made with.",
+            f"{here} is another model: it lacks {len(lost)} tensors of the conf {lost[:3]} "
+            f"and has {len(unused)} more {unused[:3]}.",
+            CONF,
         )
     model.load_state_dict(loaded["model"], strict=False)
 
 
 def _is_weight(key: str) -> bool:
+    """Part of the model, unlike the optimizer, generator and argument state of a training checkpoint."""
     return key.startswith(("embedding.", "decoder.", "output_layer.")) and key.endswith((".weight", ".bias"))
 
 
@@ -145,17 +150,19 @@ def _named(path: Path) -> str:
     return f"iter_{int(word):07d}" if word.isdigit() else word
 
 
-def _incomplete_part(here: Path) -> str:
+def _read_plan(here: Path) -> tuple[str, list[str]]:
+    """Why the files of one part are not those of its plan (or an empty string), and the plan's keys."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for name in (FORMAT, PLAN):
         if not (here / name).is_file():
-            return f"no {name} in {here.name}/."
+            return f"no {name} in {here.name}/.", []
+    plan = FileSystemReader(here).read_metadata()
     needed: dict[str, int] = {}
-    for item in FileSystemReader(here).read_metadata().storage_data.values():
+    for item in plan.storage_data.values():
         needed[item.relative_path] = max(needed.get(item.relative_path, 0), item.offset + item.length)
     for name, size in sorted(needed.items()):
         file = here / name
         if not file.is_file() or file.stat().st_size < size:
-            return f"{here.name}/{name} is missing or shorter than {size} bytes."
-    return ""
+            return f"{here.name}/{name} is missing or shorter than {size} bytes.", []
+    return "", list(plan.state_dict_metadata)

@@ -67,11 +67,8 @@ def start(
                 f" EP {args.expert_model_parallel_size} ETP {args.expert_tensor_parallel_size}"
                 f" DP {args.data_parallel_size}, source {source}"
             )
-        yield Session(conf, source, args)
-
-
-def layout_of(env: Env, **changes: Any) -> Layout:
-    return replace(env.layout(), **changes)
+        trusted = conf.trust_remote_code or args.trust_remote_code
+        yield Session(replace(conf, trust_remote_code=trusted), source, args)
 
 
 def _source_words(config: dict[str, Any], source: Path, conf: ModelConf) -> list[str]:

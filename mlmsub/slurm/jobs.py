@@ -71,7 +71,9 @@ def parse_submission(answer: str) -> tuple[str, bool]:
         raise refusals.sbatch(int(values["code"]), "\n".join(v for k, v in pairs if k == "stderr"))
     if "refused" in values:
         raise refusals.ours(values["refused"], values.get("at", ""))
-    raise SchedulerRefused("the cluster gave no answer to the submission", stderr=answer, fix="repeat the same command")
+    raise SchedulerRefused(
+        "the cluster gave no answer to the submission", stderr=answer, may_exist=True, fix="repeat the same command"
+    )
 
 
 def parse_status(answer: str, jobs: Sequence[str]) -> dict[str, JobState]:
@@ -91,19 +93,20 @@ def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
     end = facts["end"][0].split() if "end" in facts else []
     exit_code = int(end[0]) if end and end[0].isdigit() else None
     left = "secrets" in facts
-    if "queue" in facts:
+    if len(facts.get("queue", ())) == 5:
         word, reason, elapsed, nodes, start = facts["queue"]
-        state = _STATES.get(word, "unknown")
+        state = _settle(_STATES.get(word, "unknown"), exit_code)
         reason = "" if reason == "None" else reason
-        return JobState(_settle(state, exit_code), word, reason, exit_code, elapsed, nodes, start, "queue", left)
-    if "account" in facts:
+        return JobState(state, word, reason, exit_code, elapsed, nodes, start, "queue", left)
+    if len(facts.get("account", ())) == 5:
         word, code, elapsed, nodes, start = facts["account"]
-        state = _STATES.get(word.split(" ")[0], "unknown")  # "CANCELLED by 1001"
-        exit_code = int(code.split(":")[0]) if exit_code is None else exit_code
+        state = _settle(_STATES.get(word.split(" ")[0], "unknown"), exit_code)  # "CANCELLED by 1001"
+        if exit_code is None and code.partition(":")[0].isdigit():
+            exit_code = int(code.partition(":")[0])  # sacct shows a code from 128 on less 128; the run's own is whole
         if state in ("pending", "running") and queue_answers:
             state = "unknown"  # accounting lags behind, or lost the end
         return JobState(state, word, "", exit_code, elapsed, nodes, start, "accounting", left)
-    if "alive" in facts and not end:
+    if facts.get("alive") and not end:
         return JobState("running", elapsed=facts["alive"][0], nodes="1", source="files", secrets_left=left)
     if end:
         never = end[0] == "never"

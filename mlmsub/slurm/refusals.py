@@ -8,14 +8,14 @@ from mlmsub.core.errors import SchedulerRefused
 
 # what sbatch prints -> what it means, and the cure (texts of Slurm 22.05 to 24.11)
 _SBATCH = (
+    (r"[Mm]emory specification", "that much memory per node is not there", "set the profile's `mem` (0 asks for all of the node)"),
+    (r"QOS\w*Limit|Assoc\w*Limit|limit (?:exceeded|policy)|violates accounting", "a limit of your account or QOS is reached", "see `squeue --me` and `sacctmgr show qos`; submit less, or use another `qos`"),
     (r"[Ii]nvalid partition", "the partition does not exist", "see `sinfo -s`; set --partition or the profile's `partition`"),
     (r"[Ii]nvalid account|account/partition combination", "the account may not be used", "see `sacctmgr show assoc user=$USER`; set --account or the profile's `account`"),
     (r"[Ii]nvalid qos", "the QOS may not be used", "see `sacctmgr show assoc user=$USER format=qos`; set the profile's `qos`"),
     (r"time limit|--time|PartitionTimeLimit", "the time limit is not allowed", "set a shorter --time (see `sinfo -o '%P %l'`)"),
     (r"generic resource|gres", "the GPUs cannot be asked for like this", "set the profile's `gpu_request` (gpus-per-node, gres or none) and `gpu_type`"),
     (r"[Nn]ode configuration is not available|More processors|[Nn]ode count", "no such nodes in this partition", "see `sinfo -N -l`; check --nodes and the profile's `gpus_per_node`, `mem`, `cpus_per_task`, `constraint`"),
-    (r"[Mm]emory specification", "that much memory per node is not there", "set the profile's `mem` (0 asks for all of the node)"),
-    (r"QOS\w*Limit|Assoc\w*Limit|limit (?:exceeded|policy)|violates accounting", "a limit of your account or QOS is reached", "see `squeue --me` and `sacctmgr show qos`; submit less, or use another `qos`"),
     (r"[Rr]eservation", "the reservation cannot be used", "see `scontrol show reservation`; set the profile's `reservation`"),
     (r"unrecognized option|invalid option", "this Slurm does not know an option", "look at --sbatch-arg and the profile's `sbatch_args`"),
     (r"[Dd]ependency", "the run to wait for cannot be waited for", "see `mlmsub status` of the run given by --after"),
@@ -46,14 +46,14 @@ def sbatch(code: int, stderr: str) -> SchedulerRefused:
     text = " ".join(
         line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines() if line.strip()
     )
+    may_exist = "imed out" in stderr
     for pattern, message, fix in _SBATCH:
         if re.search(pattern, stderr):
             return SchedulerRefused(
                 f"Slurm refused the job: {message} ({text})",
-                command="sbatch",
-                code=code,
-                stderr=stderr,
-                fix=fix,
-            )
+                command="sbatch", code=code, stderr=stderr, fix=fix, may_exist=may_exist,
+            )  # fmt: skip
     reason = text or f"exit code {code} without a word"
-    return SchedulerRefused(f"Slurm refused the job: {reason}", command="sbatch", code=code, stderr=stderr)
+    return SchedulerRefused(
+        f"Slurm refused the job: {reason}", command="sbatch", code=code, stderr=stderr, may_exist=may_exist
+    )

@@ -1,7 +1,7 @@
 """The user's own ssh program: GSSAPI, hardware keys, certificates, an open master connection, all it can do.
 
-ssh asks its questions itself, on the terminal. Every `run` is one call of ssh: to be asked once
-for all of them, ControlMaster must be set in the ssh configuration; it is used when present, never forced.
+ssh asks its questions itself, on the terminal. Every `run` is one call of ssh: to be asked once for all of them,
+ControlMaster must be set in the ssh configuration; it is used when present, never forced.
 """
 
 from __future__ import annotations
@@ -62,17 +62,8 @@ class OpenSSHTransport(wire.ScriptRunner):
         self._folder = tempfile.TemporaryDirectory(prefix="mlmsub-ssh-")
         config = Path(self._folder.name, "config")
         config.write_text(_config(ssh_config, no_prompt, accept_new, connect_timeout))
-        self._argv = [
-            program,
-            "-F",
-            str(config),
-            "-T",
-            "-x",
-            "-o",
-            "ClearAllForwardings=yes",
-            "-o",
-            "RemoteCommand=none",
-        ]
+        options = "-T -x -o ClearAllForwardings=yes -o RemoteCommand=none"
+        self._argv = [program, "-F", str(config), *options.split()]
         self._argv += ["-l", user] if user else []
         self._argv += ["-p", str(port)] if port else []
         self._host = host
@@ -102,19 +93,12 @@ class OpenSSHTransport(wire.ScriptRunner):
 def _config(ssh_config: str | None, no_prompt: bool, accept_new: bool, connect_timeout: float) -> str:
     """A configuration around the user's: what comes first wins, and -F reaches the ssh of a jump host too."""
     files = [ssh_config] if ssh_config else [str(Path.home() / ".ssh/config"), "/etc/ssh/ssh_config"]
-    lines = [
-        f"StrictHostKeyChecking {'accept-new' if accept_new else 'yes'}",
-        "ForkAfterAuthentication no",
-        "StdinNull no",
-    ]
+    lines = [f"StrictHostKeyChecking {'accept-new' if accept_new else 'yes'}"]
+    lines += ["ForkAfterAuthentication no", "StdinNull no"]
     lines += ["BatchMode yes"] if no_prompt else []
     lines += [f'Include "{Path(file).absolute()}"' for file in files if Path(file).exists()]
-    lines += [
-        "Host *",
-        f"ConnectTimeout {max(1, round(connect_timeout))}",
-        "ServerAliveInterval 15",
-        "ServerAliveCountMax 4",
-    ]
+    lines += ["Host *", f"ConnectTimeout {max(1, round(connect_timeout))}"]
+    lines += ["ServerAliveInterval 15", "ServerAliveCountMax 4"]
     return "\n".join(lines) + "\n"
 
 

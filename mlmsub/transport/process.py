@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from mlmsub.transport.wire import CHUNK
 
@@ -42,30 +43,37 @@ class ProcessChannel:
             self._stdin.close()
 
     def read_stdout(self) -> bytes:
-        return self._stdout.read(CHUNK) or b""
+        return self._read(self._stdout)
 
     def read_stderr(self) -> bytes:
-        return self._stderr.read(CHUNK) or b""
+        return self._read(self._stderr)
+
+    @staticmethod
+    def _read(stream: IO[bytes]) -> bytes:
+        """Closes at the end, in the thread that reads: closed by another one, the number of the descriptor could
+        belong to the next channel's pipe before this thread's read begins.
+        """
+        data = stream.read(CHUNK)
+        if not data:
+            stream.close()
+        return data or b""
 
     def finish(self) -> int | None:
         """The program's status as a shell gives it. One that stays (its pipes are still held by a background
         process of the script) is ended itself; what the script left running is not.
         """
-        self.close_write()
         try:
             status = self._process.wait(_LINGER)
         except subprocess.TimeoutExpired:
             self._process.terminate()
             status = self._process.wait()
-        self._stdout.close()
-        self._stderr.close()
         return status if status >= 0 else 128 - status
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self._own_group:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            else:
-                self._process.kill()
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                if self._own_group:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                else:
+                    self._process.kill()
         self._process.wait()
-        self.close_write()

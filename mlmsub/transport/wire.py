@@ -112,7 +112,8 @@ class Frame:
 class Channel(Protocol):
     """One running exec: what `exchange` needs of a subprocess or of an SSH channel.
 
-    Reads block and return b"" at the end; `write` may raise OSError once the other side is gone.
+    Reads block and return b"" at the end; `write` may raise OSError once the other side is gone. Each of stdin,
+    stdout and stderr is used by one thread of its own, `finish` and `kill` by any.
     """
 
     def write(self, data: bytes) -> None: ...
@@ -146,11 +147,17 @@ class Ended:
 
 
 class _Feeder(threading.Thread):
-    """Writes head and stdin while the streams are read, so that no side waits for the other's full pipe."""
+    """Writes head and stdin while the streams are read, so that no side waits for the other's full pipe.
+
+    It alone writes and closes; with `keep_open` it closes when `release` is set.
+    """
 
     def __init__(self, channel: Channel, chunks: Iterator[bytes], keep_open: bool) -> None:
         super().__init__(daemon=True)
-        self._channel, self._chunks, self._keep_open = channel, chunks, keep_open
+        self._channel, self._chunks = channel, chunks
+        self.release = threading.Event()
+        if not keep_open:
+            self.release.set()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -160,12 +167,12 @@ class _Feeder(threading.Thread):
                     self._channel.write(chunk)
                 except OSError:  # the script ended without reading all of it, or the streams will tell why
                     return
+            self.release.wait()
         except BaseException as error:
             self.error = error
             self._channel.kill()
         finally:
-            if not self._keep_open:
-                self._channel.close_write()
+            self._channel.close_write()
 
 
 def _pieces(head: bytes, stdin: bytes | Iterable[bytes]) -> Iterator[bytes]:
@@ -189,7 +196,7 @@ class _Readers:
         while not self._stopped:
             try:
                 data = read()
-            except (OSError, ValueError):  # ValueError: closed under us, after the answer was complete
+            except OSError:
                 data = b""
             self._queue.put((index, data))
             if not data:
@@ -257,6 +264,7 @@ def exchange(
         raise
     finally:
         readers.stop()
+        feeder.release.set()
     if feeder.error is not None:
         channel.finish()
         raise feeder.error

@@ -143,6 +143,30 @@ def test_incomplete_checkpoint(
     one_line(result, "MLM_MODEL_CKPT", "not a complete checkpoint")
 
 
+def test_a_quantized_checkpoint_without_its_modelopt_state(
+    stage: Runner, fp8: Result, source: Path, folder: Path, tmp_path: Path
+) -> None:
+    """It would load as a plain bf16 model."""
+    shutil.copytree(folder / "fp8", tmp_path / "ckpt")
+    shutil.rmtree(tmp_path / "ckpt" / "release" / "modelopt_state")
+    result = stage("export", HF_MODEL_CKPT=source, MLM_MODEL_CKPT=tmp_path / "ckpt", EXPORT_DIR=tmp_path / "out")
+    one_line(result, "modelopt_state")
+
+
+def test_a_checkpoint_of_another_model(
+    stage: Runner, bf16: Path, source: Path, tied_source: Path, tmp_path: Path
+) -> None:
+    variables = {"MLM_MODEL_CKPT": bf16, "EXPORT_DIR": tmp_path / "out"}
+    # the checkpoint has an output layer of its own, which this model would never load
+    one_line(stage("export", HF_MODEL_CKPT=tied_source, **variables), "another model", "output_layer.weight")
+    for changed in ("num-layers: 3", "num-layers: 4\n  qk-layernorm: true"):
+        run_dir = stage.run_dir()
+        file = run_dir / "conf" / "model.yaml"
+        file.write_text(file.read_text().replace("num-layers: 4", changed))
+        result = stage("export", run_dir=run_dir, HF_MODEL_CKPT=source, **variables)
+        one_line(result, "MLM_MODEL_CKPT", "model conf")
+
+
 def test_uncalibrated_model_is_not_exported(stage: Runner, source: Path, tmp_path: Path) -> None:
     import modelopt.torch.quantization as mtq
 
@@ -160,8 +184,7 @@ def test_uncalibrated_model_is_not_exported(stage: Runner, source: Path, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_calibration_that_meets_nan_fails(stage: Runner, tmp_path: Path) -> None:
-    """A checkpoint with a NaN weight must not become a quantized one."""
+def test_a_source_with_a_nan_weight_is_refused(stage: Runner, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = make_llama(tmp_path / "hf", tied=False)

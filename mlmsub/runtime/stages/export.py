@@ -43,7 +43,7 @@ def run(job: Job) -> None:
         if unknown:
             raise StageError("MLM_MODEL_CKPT", f"{here} is in format {unknown}, which is not exported yet.")
         with job.steps("export", f"to {target}"):
-            hf.export_weights(model, session.source, conf, session.args.params_dtype, output.part)
+            hf.export_weights(model, session.source, session.conf, session.args.params_dtype, output.part)
             distributed.barrier()
         if env.rank == 0:
             with job.steps("check"):

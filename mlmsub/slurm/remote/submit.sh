@@ -13,8 +13,13 @@ root=${run_dir%/*/*}
 
 # --- a run that is there already -------------------------------------------------
 find_job() { # the job of this run directory, by what Slurm keeps of every job: its working directory
-    squeue ${clusters:+-M "$clusters"} -h -t all -u "$(id -un)" -o '%i|%Z' 2>/dev/null </dev/null |
-        while IFS='|' read -r job dir; do [ "$dir" != "$run_dir" ] || echo "$job"; done | head -n 1
+    squeue ${clusters:+-M "$clusters"} -h -t all -u "$(id -un)" -o '%i|%T|%Z' 2>/dev/null </dev/null |
+        while IFS='|' read -r job state dir; do
+            [ "$dir" = "$run_dir" ] || continue
+            # of a job that it refuses Slurm may keep a record too: failed, and never started
+            [ "$state" != FAILED ] || [ -L "$run_dir/state/job" ] || continue
+            echo "$job"
+        done | head -n 1
 }
 if [ -d "$run_dir" ]; then
     job=$(cat "$run_dir/state/submitted" 2>/dev/null)
@@ -71,14 +76,13 @@ if [ "$code" -eq 0 ] && [ -n "$job" ]; then
     echo "$job" >state/submitted
     say job "$job"
 else
-    # after a time-out the job may exist all the same
-    job=$(find_job)
+    error=$(cat state/sbatch.err)
+    job=
+    case $error in *[Tt]imed\ out*) job=$(find_job) ;; *) cd / && undo ;; esac
     if [ -n "$job" ]; then
         echo "$job" >state/submitted
         say existing "$job"
     else
-        error=$(cat state/sbatch.err)
-        case $error in *[Tt]imed\ out*) ;; *) cd / && undo ;; esac
         say code "$code"
         say refused sbatch
         printf '%s\n' "$error" | while IFS= read -r line; do say stderr "$line"; done

@@ -3,12 +3,11 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 mounts = {}
-with open("/proc/self/mountinfo") as file:
-    for line in file:
-        fields = line.split()
-        mounts[fields[4]] = {"source": fields[3], "options": fields[5]}
-seen = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "mounts": mounts}
-with open(f"/workspace/scratch/rank-{os.environ['SLURM_PROCID']}.json", "w") as file:
-    json.dump(seen, file)
+for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    fields = line.split()
+    mounts[fields[4]] = {"source": fields[3], "options": fields[5]}
+seen = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": str(Path.cwd()), "mounts": mounts}
+Path(f"/workspace/scratch/rank-{os.environ['SLURM_PROCID']}.json").write_text(json.dumps(seen))

@@ -212,6 +212,20 @@ class TestSshdWithPam:
             master.wait()
 
 
+def test_control_persist_makes_one_login_of_several_runs(
+    start_sshd: Callable[..., Sshd], write_config: WriteConfig, room: Path
+) -> None:
+    server = start_sshd("persist")
+    lines = ["ControlMaster auto", f"ControlPath {room}/p-%C", "ControlPersist 60"]
+    config = write_config(server, *lines)
+    try:
+        with transport.open("lab", "openssh", ssh_config=config, no_prompt=True) as place:
+            assert [place.run("cat", b"x").stdout for _ in range(3)] == [b"x"] * 3
+        assert len([line for line in server.attempts() if line.startswith("Accepted publickey")]) == 1
+    finally:
+        call("ssh", "-F", config, "-O", "exit", "lab")
+
+
 class TestDialogues:
     """Against a server of the test's own, which can ask two things at once and again."""
 
