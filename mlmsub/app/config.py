@@ -93,9 +93,15 @@ def read_yaml(path: Path) -> object:
     """The file with every scalar as a string (see core.strict); UsageError names line and problem."""
     import yaml
 
-    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    class Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            seen = [key.value for key, _ in node.value]
+            if twice := next((key for key in seen if seen.count(key) > 1), None):
+                raise UsageError(f"{path}:{node.start_mark.line + 1}: the key {twice!r} stands there twice")
+            return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
+
     try:
-        return yaml.load(path.read_bytes(), Loader=loader)
+        return yaml.load(path.read_bytes(), Loader=Loader)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except yaml.YAMLError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlmsub.core import envsetup, paths
 from mlmsub.core.errors import UsageError
-from mlmsub.core.spec import EnvSetup, encode
+from mlmsub.core.spec import EnvSetup, to_text
 
 _BASH = "/bin/bash"
 TIME_LIMIT = 10.0  # seconds
@@ -52,8 +52,19 @@ def read(path: Path, given: Mapping[str, str], *, static: bool = False, time_lim
     return ReadSetup(_setup(path, files | _siblings(path, reading)), reading)
 
 
+def reread(setup: EnvSetup, given: Mapping[str, str]) -> ReadSetup:
+    """Read a setup again from what was shipped of it."""
+    if not setup.files:
+        return ReadSetup(setup, envsetup.Reading(complete=True))
+    with tempfile.TemporaryDirectory(prefix="mlmsub-") as folder:
+        for name, content in setup.contents().items():
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / name).write_bytes(content)
+        return ReadSetup(setup, read(Path(folder) / next(iter(setup.files)), given).reading)
+
+
 def _setup(path: Path, files: Mapping[str, bytes]) -> EnvSetup:
-    return EnvSetup(str(path), {name: encode(content) for name, content in files.items()})
+    return EnvSetup(str(path), {name: to_text(content) for name, content in files.items()})
 
 
 def _source(path: Path, given: Mapping[str, str], time_limit: float) -> envsetup.Reading | None:

@@ -10,7 +10,7 @@ from mlmsub.app.config import read_yaml
 from mlmsub.core import modelconf, stages
 from mlmsub.core.errors import UsageError
 from mlmsub.core.modelconf import ModelConf
-from mlmsub.core.spec import encode
+from mlmsub.core.spec import to_text
 from mlmsub.core.strict import build
 
 
@@ -37,9 +37,9 @@ def find(name: str, cwd: Path) -> Found:
     if not path.is_file():
         raise UsageError(f"the model conf {path} does not exist")
     if path.suffix == ".sh":
-        return Found(path.stem, "model.sh", encode(path.read_bytes()), None)
+        return Found(path.stem, "model.sh", to_text(path.read_bytes()), None)
     conf = build(ModelConf, read_yaml(path), str(path))
-    return Found(conf.model, "model.yaml", encode(path.read_bytes()), conf)
+    return Found(conf.model, "model.yaml", to_text(path.read_bytes()), conf)
 
 
 def conf_of(stage: stages.Stage, args: tuple[str, ...], cwd: Path) -> tuple[Found | None, tuple[str, ...], str]:

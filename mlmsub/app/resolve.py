@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -104,10 +104,7 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         origins=sources.origins,
     )
     secrets = {name: value for name in profile.secret_names if (value := values.get(name) or user.get(name))}
-    if any(text in word for text in secret_texts(secrets) for word in args):
-        raise UsageError(
-            "the command holds a secret's value, which would be readable", fix="read the variable in the job"
-        )
+    _no_secrets(spec, secrets)
     issues = (*sources.issues, *checks.run(spec, layers.setup.reading, values))
     return Resolved(spec, sources.named, issues, values, secrets)
 
@@ -118,10 +115,19 @@ def reload(user: User, path: Path, profile: str) -> Resolved:
     spec = RunSpec.from_data(read_yaml(user.cwd / path), where)
     if any(REDACTED in text for text in spec.setup.files.values()):
         raise UsageError(f"{where}: its env setup held a secret, which is not written down", fix="submit it anew")
-    values = {**spec.defaults, **spec.profile_env, **spec.overrides}
+    layers = _Values(spec.profile_env, envfile.reread(spec.setup, spec.profile_env), spec.overrides)
+    values = {**spec.defaults, **{name: value for name, value in layers.said.items() if value}}
     secrets = {name: value for name in spec.secret_names if (value := user.get(name))}
-    issues = tuple(checks.run(spec, Reading(complete=True), values))
+    issues = tuple(checks.run(spec, layers.setup.reading, values))
     return Resolved(spec, load_profile(user, profile), issues, values, secrets)
+
+
+def _no_secrets(spec: RunSpec, secrets: Mapping[str, str]) -> None:
+    """A secret in a command or an option would be readable in the job script and in Slurm's own tools."""
+    texts = secret_texts(secrets)
+    for field in ("args", "prelude", "sbatch_args", "srun_args", "mounts", "job_name", "install", "defaults"):
+        if any(text in str(getattr(spec, field)) for text in texts):
+            raise UsageError(f"{field} holds a secret's value, and is readable", fix="read the variable in the job")
 
 
 def _parents(records: Records, sources: Sources) -> list[Record]:

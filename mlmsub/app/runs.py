@@ -62,6 +62,7 @@ def log(record: Record, transport: Transport, on_output: Callable[[bytes], None]
     script = jobs.script(
         "log",
         slurm_bin=record.slurm_bin,
+        clusters=record.cluster,
         run_dir=record.run_dir,
         job=_job(record),
         follow="1" if follow else "",

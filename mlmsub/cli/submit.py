@@ -21,8 +21,8 @@ def run(options: Options, *, from_file: str, new: bool, dry_run: bool, watch: bo
     user = config.User.current()
     records = Records(user.records_dir)
     if from_file:
-        if options.stage or options.args:
-            raise UsageError("--from takes stage and model from the file", fix="leave them out")
+        if options != Options(stage="", args=(), profile=options.profile):
+            raise UsageError("--from takes everything but --profile from the file", fix="leave the other options out")
         resolved = reload(user, Path(from_file), options.profile)
     elif not options.stage:
         raise UsageError("which stage?", fix="mlmsub submit STAGE MODEL, see `mlmsub submit --help`")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mlmsub.core import paths, script
 from mlmsub.core.quoting import assignment, join, quote
-from mlmsub.core.spec import RunSpec, decode, encode
+from mlmsub.core.spec import RunSpec, to_bytes, to_text
 
 TEMPLATE = "slurm/job.sbatch.j2"
 REDACTED = "***"
@@ -75,7 +75,7 @@ def build(
         **{f"env/{name}": content for name, content in _named(shown.setup.contents()).items()},
     }
     if spec.conf_name:
-        files[f"conf/{spec.conf_name}"] = decode(spec.conf)
+        files[f"conf/{spec.conf_name}"] = to_bytes(spec.conf)
     if spec.native:
         files |= {f"{paths.RUNTIME}/{p}": content for p, content in resources.items() if p.startswith("mlmsub/")}
     if spec.scheduler == "local":
@@ -103,17 +103,17 @@ def _yaml(data: object) -> bytes:
 
 
 def _assignments(values: Mapping[str, str]) -> bytes:
-    return "".join(f"{assignment(name, value)}\n" for name, value in values.items()).encode()
+    return to_bytes("".join(f"{assignment(name, value)}\n" for name, value in values.items()))
 
 
 def _overrides(values: Mapping[str, str]) -> bytes:
     """Unset first: a plain assignment to a bash array would only change its first element."""
-    return "".join(f"unset -v {name}; export {assignment(name, value)}\n" for name, value in values.items()).encode()
+    return to_bytes("".join(f"unset -v {name}; export {assignment(name, value)}\n" for name, value in values.items()))
 
 
 def _defaults(values: Mapping[str, str]) -> bytes:
     """Set what is unset or empty, which is the same to Megatron-LM's scripts."""
-    return "".join(f"[[ -n ${{{n}-}} ]] || export {assignment(n, v)}\n" for n, v in values.items()).encode()
+    return to_bytes("".join(f"[[ -n ${{{n}-}} ]] || export {assignment(n, v)}\n" for n, v in values.items()))
 
 
 def _command(spec: RunSpec) -> bytes:
@@ -122,7 +122,7 @@ def _command(spec: RunSpec) -> bytes:
     else:
         words = ["bash", *spec.args] if spec.args[0].endswith(".sh") else list(spec.args)
     kind = "stage" if spec.native else "script"
-    return f"__mlm_kind={kind} __mlm_install={quote(spec.install)}\n__mlm_command=({join(words)})\n".encode()
+    return to_bytes(f"__mlm_kind={kind} __mlm_install={quote(spec.install)}\n__mlm_command=({join(words)})\n")
 
 
 def _named(setup: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -151,8 +151,8 @@ def _redact(spec: RunSpec, secrets: Mapping[str, str]) -> tuple[RunSpec, dict[st
     """
     values = secret_texts(secrets)
     setup = spec.setup.contents()
-    redacted = {name: encode(_blacken(content, spec.secret_names, values)) for name, content in setup.items()}
-    hidden = {}
+    redacted = {name: to_text(_blacken(content, spec.secret_names, values)) for name, content in setup.items()}
+    hidden: dict[str, bytes] = {}
     if redacted != dict(spec.setup.files):
         hidden |= {f"{paths.SECRETS}/{name}": content for name, content in _named(setup).items()}
 
@@ -183,5 +183,5 @@ def _blacken(content: bytes, names: tuple[str, ...], values: list[str]) -> bytes
     for name in names:
         content = re.sub(rb"(?m)\b(" + name.encode() + rb"=)[^\n]*", rb"\1" + REDACTED.encode(), content)
     for value in values:
-        content = content.replace(value.encode(), REDACTED.encode())
+        content = content.replace(to_bytes(value), REDACTED.encode())
     return content

@@ -20,9 +20,20 @@ READER = r"""
 ((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 43)) || exit 97
 exec 3>&1 1>&2
 __mlm_dir=$PWD __mlm_at=
-dirname() { while [[ $1 == -* ]]; do shift; done; local p=${1%"${1##*[!/]}"}; case $p in */*) p=${p%/*}; echo "${p:-/}";; *) echo "${p:+.}";; esac; }
-basename() { while [[ $1 == -* ]]; do shift; done; local p=${1%"${1##*[!/]}"}; p=${p##*/}; echo "${p%"${2-}"}"; }
-realpath() { while [[ $1 == -* ]]; do shift; done; case $1 in /*) echo "$1";; *) echo "$PWD/${1#./}";; esac; }
+dirname() {
+    while [[ $1 == -* ]]; do shift; done
+    local p=${1%"${1##*[!/]}"}
+    case $p in */*) p=${p%/*}; echo "${p:-/}" ;; *) echo "${p:+.}" ;; esac
+}
+basename() {
+    while [[ $1 == -* ]]; do shift; done
+    local p=${1%"${1##*[!/]}"}
+    p=${p##*/}; echo "${p%"${2-}"}"
+}
+realpath() {
+    while [[ $1 == -* ]]; do shift; done
+    case $1 in /*) echo "$1" ;; *) echo "$PWD/${1#./}" ;; esac
+}
 readlink() { realpath "$@"; }
 command_not_found_handle() { printf 'missing\0%s\0' "$1" >&3; return 127; }
 declare -A __mlm_files=()

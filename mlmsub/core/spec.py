@@ -15,16 +15,13 @@ from mlmsub.core.strict import build
 
 @dataclass(frozen=True)
 class EnvSetup:
-    """The env-setup file, and the files beside it that it sources: name -> content, byte for byte.
-
-    The first is the setup itself. Content is text, or `base64:...` where the file is not UTF-8.
-    """
+    """The env-setup file, and the files beside it that it sources: name -> content. The first is the setup itself."""
 
     path: str = ""
     files: dict[str, str] = field(default_factory=dict)
 
     def contents(self) -> dict[str, bytes]:
-        return {name: decode(text) for name, text in self.files.items()}
+        return {name: to_bytes(text) for name, text in self.files.items()}
 
 
 @dataclass(frozen=True)
@@ -98,23 +95,19 @@ class RunSpec:
 
     @classmethod
     def from_data(cls, data: object, where: str) -> RunSpec:
-        return build(cls, data, where)
+        return build(cls, _revived(data), where)
 
 
-def encode(content: bytes) -> str:
-    """File content as a YAML string: the text itself if it is UTF-8 that YAML can hold."""
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        return "base64:" + base64.b64encode(content).decode()
-    printable = all(c in "\t\n\r" or " " <= c < "\x7f" or "\xa0" <= c < "\ud800" or c > "\ue000" for c in text)
-    return text if printable and not text.startswith("base64:") else "base64:" + base64.b64encode(content).decode()
+def to_text(content: bytes) -> str:
+    """Any bytes as a string, as Python does for file names: what is not UTF-8 becomes lone surrogates."""
+    return content.decode(errors="surrogateescape")
 
 
-def decode(text: str) -> bytes:
-    if text.startswith("base64:"):
-        return base64.b64decode(text.removeprefix("base64:"))
-    return text.encode()
+def to_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+_BASE64 = "base64:"  # marks a string that YAML cannot hold
 
 
 def _plain(value: object) -> object:
@@ -126,4 +119,17 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return str(value)
+    text = str(value)
+    if text.startswith(_BASE64) or any("\ud800" <= c <= "\udfff" for c in text):
+        return _BASE64 + base64.b64encode(to_bytes(text)).decode()
+    return text
+
+
+def _revived(data: object) -> object:
+    if isinstance(data, list):
+        return [_revived(item) for item in data]
+    if isinstance(data, dict):
+        return {key: _revived(item) for key, item in data.items()}
+    if isinstance(data, str) and data.startswith(_BASE64):
+        return to_text(base64.b64decode(data.removeprefix(_BASE64)))
+    return data

@@ -24,6 +24,8 @@ class Mount:
     def parse(cls, text: str) -> Mount:
         if "," in text:
             raise ValueError("a mount cannot hold a comma; give several mounts as several entries")
+        if re.search(r"\s/", text):
+            raise ValueError(f"{text!r}: give several mounts as several entries, not separated by blanks")
         source, _, rest = text.partition(":")
         target, _, flags = rest.partition(":")
         if flags not in ("", "ro", "rw"):

@@ -94,6 +94,7 @@ def load(model: Any, here: Path) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from modelopt.torch.opt.plugins import restore_sharded_modelopt_state
+    from torch.distributed.checkpoint.api import CheckpointException
 
     compat.zero_parameters(model)
     try:
@@ -103,8 +104,8 @@ def load(model: Any, here: Path) -> None:
         loaded, missing, unexpected = dist_checkpointing.load(
             {"model": _sharded_state(model)}, str(here), strict=StrictHandling.RETURN_ALL
         )
-    except (CheckpointingException, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0][:300]
+    except (CheckpointingException, CheckpointException, ValueError) as error:
+        reason = str(error).strip().rpartition("\n")[2][:300]  # torch's carries a traceback as text
         raise StageError(FIELD, f"{here} does not fit the model conf: {reason}", CONF) from error
     # Transformer Engine's modules keep an _extra_state that torch's do not have
     lost = sorted(key for key in unexpected if not key.endswith("_extra_state"))

@@ -41,7 +41,6 @@ class JobState:
     nodes: str = ""
     start: str = ""
     source: str = "none"
-    secrets_left: bool = False
 
 
 @cache
@@ -92,12 +91,11 @@ def parse_status(answer: str, jobs: Sequence[str]) -> dict[str, JobState]:
 def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
     end = facts["end"][0].split() if "end" in facts else []
     exit_code = int(end[0]) if end and end[0].isdigit() else None
-    left = "secrets" in facts
     if len(facts.get("queue", ())) == 5:
         word, reason, elapsed, nodes, start = facts["queue"]
         state = _settle(_STATES.get(word, "unknown"), exit_code)
         reason = "" if reason == "None" else reason
-        return JobState(state, word, reason, exit_code, elapsed, nodes, start, "queue", left)
+        return JobState(state, word, reason, exit_code, elapsed, nodes, start, "queue")
     if len(facts.get("account", ())) == 5:
         word, code, elapsed, nodes, start = facts["account"]
         state = _settle(_STATES.get(word.split(" ")[0], "unknown"), exit_code)  # "CANCELLED by 1001"
@@ -105,14 +103,14 @@ def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
             exit_code = int(code.partition(":")[0])  # sacct shows a code from 128 on less 128; the run's own is whole
         if state in ("pending", "running") and queue_answers:
             state = "unknown"  # accounting lags behind, or lost the end
-        return JobState(state, word, "", exit_code, elapsed, nodes, start, "accounting", left)
+        return JobState(state, word, "", exit_code, elapsed, nodes, start, "accounting")
     if facts.get("alive") and not end:
-        return JobState("running", elapsed=facts["alive"][0], nodes="1", source="files", secrets_left=left)
+        return JobState("running", elapsed=facts["alive"][0], nodes="1", source="files")
     if end:
         never = end[0] == "never"
         state = "cancelled" if never or exit_code == 143 else "succeeded" if exit_code == 0 else "failed"
         return JobState(state, "", "a run it waits for failed" if never else "", exit_code, source="files")
-    return JobState("unknown", reason="no trace: run directory gone" if "gone" in facts else "", secrets_left=left)
+    return JobState("unknown", reason="no trace: run directory gone" if "gone" in facts else "")
 
 
 def _settle(state: State, exit_code: int | None) -> State:

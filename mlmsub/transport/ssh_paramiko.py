@@ -113,7 +113,7 @@ class ParamikoTransport(wire.ScriptRunner):
         connection = socket.create_connection((hop.hostname, hop.port), timeout=self._timeout)
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms per request, by delayed ACKs
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests in a row
         for name, value in _KEEPALIVE.items():
             with contextlib.suppress(AttributeError, OSError):  # not on every system
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
 from mlmsub.app import config
 
 # no deadline, since machines differ; no database, since a checkout must stay clean

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
+
 from mlmsub.core.paths import RunPaths
 from mlmsub.core.spec import EnvSetup, RunSpec
 
@@ -61,7 +62,7 @@ QUANTIZE = RunSpec(
 )
 RESOURCES = {
     "container/entrypoint.sh": b"#!/bin/bash\n",
-    "slurm/job.sbatch.j2": b"#!/bin/bash\n",
+    "slurm/job.sbatch.j2": b"#!/bin/bash\n# {{ run_id }}\n{{ prelude }}\n",
     "slurm/local/start.sh": b"#!/bin/bash\n",
     "mlmsub/runtime/__main__.py": b"pass\n",
 }

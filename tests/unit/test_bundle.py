@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from specs import QUANTIZE, RESOURCES, RUN, RUN_ID, STAMP, run_spec, script_spec
+
 from mlmsub.core import bundle, paths
 from mlmsub.core.bundle import Bundle
-from mlmsub.core.spec import EnvSetup, RunSpec, encode
-from specs import QUANTIZE, RESOURCES, RUN, RUN_ID, STAMP, run_spec, script_spec
+from mlmsub.core.spec import EnvSetup, RunSpec, to_text
 
 TOKEN = "hf_verysecret123"
 
@@ -41,7 +42,9 @@ def test_the_same_input_gives_the_same_bytes() -> None:
 
 
 def test_the_content_hash_leaves_out_id_and_time() -> None:
-    other = built(run=paths.RunPaths("/lustre/me/.mlmsub/runs", RUN_ID.replace("0a1b2c", "ffffff")), stamp="20270101-000000")
+    other = built(
+        run=paths.RunPaths("/lustre/me/.mlmsub/runs", RUN_ID.replace("0a1b2c", "ffffff")), stamp="20270101-000000"
+    )
     assert other.content_hash == built().content_hash
     assert other.tar() != built().tar()
 
@@ -118,7 +121,7 @@ def test_the_command(spec: RunSpec, command: str) -> None:
 
 
 def test_the_setup_keeps_its_bytes_and_its_siblings_their_names() -> None:
-    setup = EnvSetup("/h/my env.sh", {"my env.sh": encode(b"A=\xff\r\n"), "lib/x.sh": "X=1\n"})
+    setup = EnvSetup("/h/my env.sh", {"my env.sh": to_text(b"A=\xff\r\n"), "lib/x.sh": "X=1\n"})
     files = built(run_spec(setup=setup)).files
     assert files["env/setup.sh"] == b"A=\xff\r\n"
     assert files["env/lib/x.sh"] == b"X=1\n"

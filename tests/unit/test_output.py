@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mlmsub.cli.output import LogPrinter, print_error, print_table
 from mlmsub.core.errors import ChecksFailed
 from mlmsub.core.issues import error, warning
@@ -32,7 +33,9 @@ def test_order_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_line_may_come_in_pieces(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, b"0: lo", b"ading \xc3", b"\xa4\n1: loading \xc3\xa4\n", b"0: e") == "2 ranks: loading ä\n0: e\n"
+    assert (
+        shown(capsys, b"0: lo", b"ading \xc3", b"\xa4\n1: loading \xc3\xa4\n", b"0: e") == "2 ranks: loading ä\n0: e\n"
+    )
 
 
 def test_a_progress_bar_shows_its_last_state(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +71,5 @@ def test_a_table_has_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_failed_checks_are_shown_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(ChecksFailed([error("a", "TP", "is wrong", "do x"), warning("b", "PP", "is odd")]))
     assert capsys.readouterr().err == (
-        "error: TP: is wrong  [a]\n    fix: do x\nwarning: PP: is odd  [b]\n"
-        "error: 1 error; nothing was submitted\n"
+        "error: TP: is wrong  [a]\n    fix: do x\nwarning: PP: is odd  [b]\nerror: 1 error; nothing was submitted\n"
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlmsub.core.quoting import assignment, is_name, join, quote, sbatch_value
 from specs import BYTES_AS_TEXT, NAMES, TEXT, bash
+
+from mlmsub.core.quoting import assignment, is_name, join, quote, sbatch_value
 
 ANY = TEXT | BYTES_AS_TEXT
 
@@ -56,7 +57,9 @@ def test_a_sourced_assignment_gives_the_value_byte_for_byte(values: dict[str, st
     assert bash(program or ":") == b"".join(v.encode(errors="surrogateescape") + b"\0" for v in values.values())
 
 
-@pytest.mark.parametrize("text", ["it's $HOME `id` \"x\" \\", "a,b c", "two\nlines", "", "[0]*3+[1]*58", "#no", "~", "-n"])
+@pytest.mark.parametrize(
+    "text", ['it\'s $HOME `id` "x" \\', "a,b c", "two\nlines", "", "[0]*3+[1]*58", "#no", "~", "-n"]
+)
 def test_quoted_values_of_the_reports(text: str) -> None:
     assert bash(f"printf %s {quote(text)}", env={"HOME": "/wrong"}).decode() == text
 

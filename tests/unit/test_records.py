@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from mlmsub.app.records import Record, Records
 from mlmsub.core.errors import UsageError
 
@@ -17,10 +18,11 @@ def records(tmp_path: Path) -> Records:
 
 
 def record(run_id: str, **changes: str) -> Record:
-    values = dict(
-        profile="lab", scheduler="slurm", host="", runs_root="/r", run_dir=f"/r/{run_id}", stage="quantize", model="m",
-        job_name="j", stamp="20261130-120000", content_hash="h", job_id="1",
-    )  # fmt: skip
+    values = {
+        "profile": "lab", "scheduler": "slurm", "host": "", "runs_root": "/r", "run_dir": f"/r/{run_id}",
+        "stage": "quantize", "model": "m", "job_name": "j", "stamp": "20261130-120000", "content_hash": "h",
+        "job_id": "1",
+    }  # fmt: skip
     return Record(run_id=run_id, nodes=1, outputs={"MLM_MODEL_SAVE": "/s"}, **(values | changes))
 
 

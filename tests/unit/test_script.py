@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-import mlmsub
 import pytest
+from specs import QUANTIZE, RUN, STAMP, run_spec, script_spec
+from test_quoting import sbatch_words
+
+import mlmsub
 from mlmsub.app import resources
 from mlmsub.core import script
 from mlmsub.core.spec import RunSpec
-from specs import QUANTIZE, RUN, STAMP, run_spec, script_spec
-from test_quoting import sbatch_words
 
 GOLDEN = Path(__file__).parent / "golden"
 TEMPLATE = resources.for_bundle()["slurm/job.sbatch.j2"].decode()
@@ -29,7 +30,7 @@ def sbatch_options(spec: RunSpec) -> list[str]:
 
 
 def srun_words(spec: RunSpec) -> list[str]:
-    text = rendered(spec)
+    text = rendered(spec).replace("\\\n", " ")
     return shlex.split(text[text.index("\nsrun ") : text.index("</dev/null\ncode=")])
 
 
@@ -71,7 +72,9 @@ def test_without_an_image_srun_gets_no_container_option() -> None:
 
 
 def test_words_with_blanks_stay_whole() -> None:
-    spec = script_spec(mounts=("/a b:/workspace/scratch",), srun_args=("--export=ALL,X=a b",), sbatch_args=("--comment=#1 'x'",))
+    spec = script_spec(
+        mounts=("/a b:/workspace/scratch",), srun_args=("--export=ALL,X=a b",), sbatch_args=("--comment=#1 'x'",)
+    )
     assert "--container-mounts=/a b:/workspace/scratch," + f"{RUN.dir}:/mlmsub/run" in srun_words(spec)
     assert "--export=ALL,X=a b" in srun_words(spec)
     assert sbatch_options(spec)[-1] == "--comment=#1 'x'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from mlmsub.core.errors import SchedulerRefused
 from mlmsub.slurm import jobs, refusals
 from mlmsub.slurm.jobs import JobState
@@ -63,8 +64,8 @@ def test_no_answer_says_to_repeat_the_command(answer: str) -> None:
 @pytest.mark.parametrize(
     ("text", "meaning", "cure"),
     [
-        ("invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name specified",
-         "partition", "--partition"),
+        ("invalid partition specified: nope\n"
+         "sbatch: error: Batch job submission failed: Invalid partition name specified", "partition", "--partition"),
         ("Batch job submission failed: Requested node configuration is not available", "no such nodes", "--nodes"),
         ("Invalid --time specification", "time limit", "--time"),
         ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
@@ -182,16 +183,14 @@ def test_the_jobs_own_code_counts_more_than_completed_in_accounting() -> None:
     assert state("account|7|COMPLETED|0:0|1|2|x", "end|7|7 7 0").state == "failed"
 
 
-def test_secrets_that_are_left_are_reported() -> None:
-    assert state("account|7|TIMEOUT|0:0|1|2|x", "secrets|7").secrets_left
-
-
 def test_noise_and_other_jobs_are_passed_over() -> None:
     told = state("Welcome | to the cluster|!", "queue|8|FAILED|x|1|2|x", "", "|", "queue|7|RUNNING|None|1|2|x")
     assert told.state == "running"
 
 
-@pytest.mark.parametrize("line", ["queue|7|RUNNING", "account|7", "account|7|FAILED||1|2|x", "queue|7|PENDING|a|b|0|1|x"])
+@pytest.mark.parametrize(
+    "line", ["queue|7|RUNNING", "account|7", "account|7|FAILED||1|2|x", "queue|7|PENDING|a|b|0|1|x"]
+)
 def test_a_line_that_was_cut_is_unknown(line: str) -> None:
     assert state(line).state in ("unknown", "failed", "running", "pending")
 

@@ -5,8 +5,10 @@
 PATH=${slurm_bin:+$slurm_bin:}$PATH
 printf '%s' "$runs" | while read -r job dir; do
     if [ -e "$dir/local" ]; then
-        pkill -TERM -s "$job" 2>/dev/null
-        [ -s "$dir/state/end" ] || echo "143 $job 0" >"$dir/state/end"
+        if [ ! -s "$dir/state/end" ]; then
+            pkill -TERM -s "$job" 2>/dev/null
+            echo "143 $job 0" >"$dir/state/end"
+        fi
     else
         error=$(scancel ${clusters:+-M "$clusters"} "$job" 2>&1 </dev/null) || { printf '%s|%s\n' "$job" "$error"; continue; }
     fi

@@ -20,7 +20,6 @@ from sshd_lab import (
     Sshd,
     make_account,
     make_key,
-    own_account,
     remove_account,
 )
 
@@ -89,12 +88,10 @@ def pam_binary(room: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def account(room: Path) -> Iterator[Callable[[str], Account]]:
-    """The account whose login shell is `sh`, `bash`, `tcsh`, `fish` or `nologin`; the own one for "own"."""
+    """The account whose login shell is `sh`, `bash`, `tcsh`, `fish` or `nologin`."""
     made: dict[str, Account] = {}
 
     def get(shell: str) -> Account:
-        if shell == "own":
-            return own_account()
         if not IS_ROOT:
             pytest.skip("making accounts needs root")
         path = shutil.which(SHELLS[shell], path=f"{os.environ['PATH']}:/usr/sbin:/sbin")

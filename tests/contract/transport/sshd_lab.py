@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shutil
 import socket
 import subprocess
@@ -127,11 +126,6 @@ class Account:
     name: str
     home: Path
     shell: str
-
-
-def own_account() -> Account:
-    entry = pwd.getpwuid(os.getuid())
-    return Account(entry.pw_name, Path(entry.pw_dir), entry.pw_shell)
 
 
 def make_account(name: str, shell: str, home: Path) -> Account:
