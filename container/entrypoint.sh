@@ -107,7 +107,10 @@ source "$__mlm_env/command.sh"
 builtin cd "$MLMSUB_WORKDIR" || __mlm_die 73 "cannot enter the working directory $MLMSUB_WORKDIR"
 
 read -ra __mlm_launch <<<"$LAUNCH_SCRIPT"
-case ${__mlm_launch[0]##*/} in torchrun*) __mlm_launcher=torchrun ;; *) __mlm_launcher=python ;; esac
+case "${__mlm_launch[0]##*/} ${__mlm_launch[*]:1} " in
+    torchrun* | *" torch.distributed.run "*) __mlm_launcher=torchrun ;;
+    *) __mlm_launcher=python ;;
+esac
 if [[ $__mlm_launcher != "$MLMSUB_LAUNCHER" ]]; then
     __mlm_die 78 "LAUNCH_SCRIPT is '$LAUNCH_SCRIPT' here, but the job was laid out for $MLMSUB_LAUNCHER;" \
         "give it by --set LAUNCH_SCRIPT=... or in the profile"

@@ -104,9 +104,7 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         origins=sources.origins,
     )
     secrets = {name: value for name in profile.secret_names if (value := values.get(name) or user.get(name))}
-    _no_secrets(spec, secrets)
-    issues = (*sources.issues, *checks.run(spec, layers.setup.reading, values))
-    return Resolved(spec, sources.named, issues, values, secrets)
+    return _checked(spec, sources.named, layers, values, secrets, sources.issues)
 
 
 def reload(user: User, path: Path, profile: str) -> Resolved:
@@ -118,8 +116,19 @@ def reload(user: User, path: Path, profile: str) -> Resolved:
     layers = _Values(spec.profile_env, envfile.reread(spec.setup, spec.profile_env), spec.overrides)
     values = {**spec.defaults, **{name: value for name, value in layers.said.items() if value}}
     secrets = {name: value for name in spec.secret_names if (value := user.get(name))}
-    issues = tuple(checks.run(spec, layers.setup.reading, values))
-    return Resolved(spec, load_profile(user, profile), issues, values, secrets)
+    return _checked(spec, load_profile(user, profile), layers, values, secrets, [])
+
+
+def _checked(
+    spec: RunSpec,
+    named: NamedProfile,
+    layers: _Values,
+    values: dict[str, str],
+    secrets: dict[str, str],
+    found: list[Issue],
+) -> Resolved:
+    _no_secrets(spec, secrets)
+    return Resolved(spec, named, (*found, *checks.run(spec, layers.setup.reading, values)), values, secrets)
 
 
 def _no_secrets(spec: RunSpec, secrets: Mapping[str, str]) -> None:
@@ -191,8 +200,9 @@ def _launch_script(sources: Sources, layers: _Values) -> tuple[str, Literal["pyt
         sources.from_environment("LAUNCH_SCRIPT"),
         ("python", "default"),
     )
-    first = (text.split() or [""])[0].rpartition("/")[2]
-    return text, "torchrun" if first.startswith("torchrun") else "python"
+    words = text.split() or [""]
+    many = words[0].rpartition("/")[2].startswith("torchrun") or "torch.distributed.run" in words
+    return text, "torchrun" if many else "python"
 
 
 def _defaults(

@@ -60,7 +60,12 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
         raise ChecksFailed(prepared.resolved.issues)
     records.save(prepared.record)
     script = jobs.script("submit", **_parameters(prepared.resolved.spec, prepared.record))
-    with connect() as transport:
+    try:
+        transport = connect()
+    except Exception:  # nothing was sent
+        records.forget(prepared.record)
+        raise
+    with transport:
         result = transport.run(script, stdin=prepared.bundle.tar())
     try:
         job_id, existed = jobs.parse_submission(result.stdout.decode(errors="replace"))

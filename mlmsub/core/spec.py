@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import base64
+import binascii
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from mlmsub.core import paths, stages
+from mlmsub.core.errors import UsageError
 from mlmsub.core.strict import build
 
 
@@ -95,7 +97,10 @@ class RunSpec:
 
     @classmethod
     def from_data(cls, data: object, where: str) -> RunSpec:
-        return build(cls, _revived(data), where)
+        try:
+            return build(cls, _revived(data), where)
+        except binascii.Error as error:
+            raise UsageError(f"{where}: not base64: {error}") from None
 
 
 def to_text(content: bytes) -> str:

@@ -78,7 +78,8 @@ if [ "$code" -eq 0 ] && [ -n "$job" ]; then
 else
     error=$(cat state/sbatch.err)
     job=
-    case $error in *[Tt]imed\ out*) job=$(find_job) ;; *) cd / && undo ;; esac
+    # after a time-out the job may exist; and it does where sbatch ended well but its words could not be read
+    case $code:$error in 0:* | *[Tt]imed\ out*) job=$(find_job) ;; *) cd / && undo ;; esac
     if [ -n "$job" ]; then
         echo "$job" >state/submitted
         say existing "$job"

@@ -33,9 +33,9 @@ def _no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def room() -> Iterator[Path]:
-    """A folder that other accounts can look into (pytest's own are 0700)."""
+    """A folder that other accounts can use (pytest's own are 0700)."""
     with tempfile.TemporaryDirectory(prefix="mlmsub-ssh-test-") as name:
-        Path(name).chmod(0o755)
+        Path(name).chmod(0o777)
         yield Path(name)
 
 
@@ -108,7 +108,7 @@ def account(room: Path) -> Iterator[Callable[[str], Account]]:
 
 
 @pytest.fixture
-def write_config(tmp_path: Path, user_key: Path) -> Callable[..., str]:
+def write_config(tmp_path: Path, user_key: Path, account: Callable[[str], Account]) -> Callable[..., str]:
     """An ssh configuration with the host `lab`; extra lines come first, and so win."""
 
     def write(server: Sshd, *extra: str, known: str | None = None) -> str:
@@ -118,6 +118,7 @@ def write_config(tmp_path: Path, user_key: Path) -> Callable[..., str]:
         config = tmp_path / "ssh_config"
         lines = [*extra, f"HostName {server.address}", f"Port {server.port}", f"UserKnownHostsFile {known_hosts}"]
         lines += ["GlobalKnownHostsFile none", f"IdentityFile {user_key}", "ControlPath none"]
+        lines += [f"User {account('sh').name}"] if IS_ROOT else []
         config.write_text("Host lab\n" + "".join(f"  {line}\n" for line in lines))
         return str(config)
 

@@ -23,21 +23,36 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[dict[str, transport.Transport]]:
+    """One connection for all tests that leave it whole."""
+    opened: dict[str, transport.Transport] = {}
+    yield opened
+    for each in opened.values():
+        each.close()
+
+
 @pytest.fixture
-def connect(kind: str, request: pytest.FixtureRequest) -> Iterator[Open]:
-    """connect(server=..., user=...): one transport of this kind, closed after the test."""
-    opened: list[transport.Transport] = []
+def connect(kind: str, shared: dict[str, transport.Transport], request: pytest.FixtureRequest) -> Iterator[Open]:
+    """connect(): the shared transport of this kind; with any argument a new one, closed after the test."""
+    own: list[transport.Transport] = []
 
     def open_(server: Sshd | None = None, user: str | None = None) -> transport.Transport:
         if kind == "local":
-            opened.append(transport.open(kind="local"))
-        else:
-            config = request.getfixturevalue("write_config")(server or request.getfixturevalue("sshd"))
-            opened.append(transport.open("lab", kind, ssh_config=config, user=user, no_prompt=True))  # type: ignore[arg-type]
-        return opened[-1]
+            return transport.open(kind="local")
+        config = request.getfixturevalue("write_config")(server or request.getfixturevalue("sshd"))
+        return transport.open("lab", kind, ssh_config=config, user=user, no_prompt=True)  # type: ignore[arg-type]
 
-    yield open_
-    for each in opened:
+    def connect_(*, fresh: bool = False, **options: object) -> transport.Transport:
+        if fresh or options:
+            own.append(open_(**options))  # type: ignore[arg-type]
+            return own[-1]
+        if kind not in shared:
+            shared[kind] = open_()
+        return shared[kind]
+
+    yield connect_
+    for each in own:
         each.close()
 
 
@@ -135,7 +150,7 @@ class TestStream:
             pids.append(int(data))
             raise KeyboardInterrupt
 
-        place = connect()
+        place = connect(fresh=True)
         with pytest.raises(KeyboardInterrupt):
             place.stream("sh -c 'echo $$; exec sleep 300'", leave)
         place.close()
@@ -194,7 +209,7 @@ class TestBroken:
 
     def test_server_dies_in_the_middle(self, connect: Open, start_sshd: Callable[..., Sshd], room: Path) -> None:
         server = start_sshd(f"dies{time.monotonic_ns()}")
-        place, started = connect(server), room / f"started{time.monotonic_ns()}"
+        place, started = connect(server=server), room / f"started{time.monotonic_ns()}"
 
         def strike() -> None:
             while not started.exists():
