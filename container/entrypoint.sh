@@ -30,29 +30,45 @@ trap '__mlm_record $?' EXIT
 # An image may define these for its own purposes; only what the user or the profile says counts.
 unset TP PP CP EP ETP HF_MODEL_CKPT MLM_MODEL_CKPT MLM_MODEL_SAVE MLM_WORK_DIR EXPORT_DIR LAUNCH_SCRIPT
 unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
+unset HF_HOME HF_MODULES_CACHE TRITON_CACHE_DIR TORCH_EXTENSIONS_DIR XDG_CACHE_HOME PYTHONNOUSERSITE
 
-__mlm_functions=$(declare -F)
+__mlm_ended() { # WHERE
+    trap - DEBUG EXIT
+    __mlm_record 78
+    __mlm_die 78 "the env setup ended the shell at $1; an env setup only sets variables"
+}
 __mlm_options=$(set +o; shopt -p)
-__mlm_at='' __mlm_was=''
-set -T
+__mlm_at='' __mlm_was='' __mlm_where=''
 while read -r __mlm_file <&9; do
-    trap '__mlm_was=$__mlm_at __mlm_at="${BASH_SOURCE[0]:-} line $LINENO"' DEBUG
-    trap '__mlm_record 78; __mlm_die 78 "the env setup ended the shell at $__mlm_was; an env setup only sets variables"' EXIT
     builtin cd "$MLMSUB_RUN_DIR/${__mlm_file%/*}" || __mlm_die 73 "cannot enter the run directory $MLMSUB_RUN_DIR"
-    set -a
+    trap '__mlm_where=$__mlm_was; __mlm_ended "$__mlm_where"' EXIT # its first command fires DEBUG once more
+    trap '__mlm_was=$__mlm_at __mlm_at="${BASH_SOURCE[0]:-} line $LINENO"' DEBUG
+    set -aT
     # shellcheck disable=SC1090  # the user's file
     source "./${__mlm_file##*/}"
-    builtin set +a
+    builtin set +aT
     builtin trap - DEBUG
+    IFS=$' \t\n'
+    # Functions are not values: `set -a` has exported them, and one called `read` or `cd` would be in the way here.
+    for __mlm_name in $(builtin compgen -A function); do
+        [[ $__mlm_name == __mlm_* ]] || builtin unset -f "$__mlm_name"
+    done
+    eval "$__mlm_options"
     trap '__mlm_record $?' EXIT
 done 9<"$__mlm_env/order"
-builtin unset -f builtin source trap unset set printf echo exit cd # an env setup may have made functions of these
-IFS=$' \t\n'
-eval "$__mlm_options"
-# `set -a` also exports the functions of an env setup; they are not values
-while read -r _ _ __mlm_name; do
-    [[ $'\n'$__mlm_functions$'\n' == *" $__mlm_name"$'\n'* ]] || export -fn "${__mlm_name?}"
-done < <(declare -F)
+unset __mlm_at __mlm_was __mlm_where
+
+# A Megatron-LM style conf sets MODEL_ARGS and TOKENIZER_MODEL, and looks at the user's values; where it changes one
+# of them, the user's value wins all the same.
+if [[ -f $MLMSUB_RUN_DIR/conf/model.sh ]]; then
+    __mlm_users=$(declare -p)
+    set -a
+    # shellcheck disable=SC1091
+    source "$MLMSUB_RUN_DIR/conf/model.sh" || __mlm_die 78 "the model conf conf/model.sh failed"
+    set +a
+    eval "$__mlm_users" 2>/dev/null
+    unset __mlm_users
+fi
 
 # Arrays cannot be exported: their elements go to files, each ended by NUL.
 MLMSUB_ARRAYS=/tmp/mlmsub-${SLURM_JOB_ID:-0}-$MLMSUB_RESTART-$__mlm_rank
@@ -92,12 +108,6 @@ export MLMSUB_ARRAYS \
     XDG_CACHE_HOME="${XDG_CACHE_HOME-$__mlm_cache/xdg}"
 # shellcheck disable=SC1091
 source "$__mlm_env/defaults.sh"
-if [[ -f $MLMSUB_RUN_DIR/conf/model.sh ]]; then # a Megatron-LM style conf: sets MODEL_ARGS and TOKENIZER_MODEL
-    set -a
-    # shellcheck disable=SC1091
-    source "$MLMSUB_RUN_DIR/conf/model.sh" || __mlm_die 78 "the model conf conf/model.sh failed"
-    set +a
-fi
 
 # --- the work --------------------------------------------------------------------
 

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))  # specs.py, the builders
 
 from rundir import RunDir
-from specs import script_spec
-
-settings.register_profile(
-    "contract", deadline=None, max_examples=12, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-
-
-@pytest.fixture(autouse=True)
-def few_examples() -> Iterator[None]:
-    """Each example starts processes."""
-    before = settings.default
-    settings.load_profile("contract")
-    yield
-    if before is not None:
-        settings._current_profile = "mlmsub" if "mlmsub" in settings._profiles else "default"
+from specs import run_spec, script_spec
 
 
 @pytest.fixture
@@ -38,11 +23,8 @@ def run_dir(tmp_path: Path) -> Callable[..., RunDir]:
         work = tmp_path / "work"
         work.mkdir(exist_ok=True)
         fields = {"image": "", "mounts": (), "runs_root": str(tmp_path / "runs"), "sbatch_args": ()} | changes
-        if "stage" not in fields:
-            fields["workdir"] = str(work)
-            return RunDir(script_spec(*(command or ("true",)), **fields), tmp_path)
-        from specs import run_spec
-
-        return RunDir(run_spec(**fields), tmp_path)
+        if "stage" in fields:
+            return RunDir(run_spec(**fields), tmp_path)
+        return RunDir(script_spec(*(command or ("true",)), **{"workdir": str(work)} | fields), tmp_path)
 
     return make

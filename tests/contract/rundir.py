@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import subprocess
 from pathlib import Path
@@ -12,7 +11,11 @@ from mlmsub.core import bundle, paths
 from mlmsub.core.spec import EnvSetup, RunSpec, to_text
 
 STAMP = "20261130-120000"
-PROBE = 'env -0 >"$PROBE_OUT.$SLURM_PROCID"; cp -r "$MLMSUB_ARRAYS" "$PROBE_OUT.arrays.$SLURM_PROCID"; pwd >"$PROBE_OUT.pwd"'
+# a command that keeps what it was given
+PROBE = (
+    'env -0 >"$PROBE_OUT.$SLURM_PROCID"; pwd >"$PROBE_OUT.pwd"; '
+    'cp -r "$MLMSUB_ARRAYS" "$PROBE_OUT.arrays.$SLURM_PROCID"'
+)
 
 
 def setup(content: str | bytes, **siblings: str) -> EnvSetup:
@@ -96,7 +99,7 @@ class RunDir:
             "SLURMD_NODENAME": f"node{rank // per_node + 1}", "MLMSUB_RUN_DIR": str(self.dir),
             "MLMSUB_RESTART": str(restart), "MLMSUB_LAUNCHER": self.spec.launcher,
             "MLMSUB_GPUS_PER_NODE": str(self.spec.gpus_per_node), "MLMSUB_MASTER_ADDR": "node1",
-            "MLMSUB_MASTER_PORT": "11111", "MLMSUB_WORKDIR": self.spec.workdir if not self.spec.native else str(self.dir),
+            "MLMSUB_MASTER_PORT": "11111", "MLMSUB_WORKDIR": str(self.dir) if self.spec.native else self.spec.workdir,
         } | (env or {})  # fmt: skip
         return subprocess.Popen(
             ["/bin/bash", str(self.dir / "entrypoint.sh")], cwd=self.folder, env=variables,
@@ -124,12 +127,16 @@ class RunDir:
         """A file or the target of a link in the state folder; "" if it is not there."""
         path = self.dir / f"state/{restart}/{name}"
         if path.is_symlink():
-            return os.readlink(path)
+            return str(path.readlink())
         return path.read_text().strip() if path.exists() else ""
 
 
 def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return process.returncode, (out + err).decode(errors="replace")
 
 

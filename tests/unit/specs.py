@@ -75,10 +75,8 @@ def run_spec(**changes: Any) -> RunSpec:
 
 def script_spec(*command: str, **changes: Any) -> RunSpec:
     """A run of the user's own command."""
-    return run_spec(
-        stage="script", args=command or ("eagle3.sh", "x/y"), conf_name="", conf="", outputs=(),
-        workdir="/workspace/nmm-sandbox", **changes,
-    )  # fmt: skip
+    own: dict[str, Any] = {"conf_name": "", "conf": "", "outputs": (), "workdir": "/workspace/nmm-sandbox"}
+    return run_spec(stage="script", args=command or ("eagle3.sh", "x/y"), **(own | changes))
 
 
 def bash(program: str, *, env: dict[str, str] | None = None) -> bytes:
