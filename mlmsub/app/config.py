@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mlmsub.core import profile as profiles
 from mlmsub.core.errors import UsageError
@@ -46,10 +47,22 @@ class User:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A login node: this machine, or a host behind SSH."""
+
+    host: str = ""
+    transport: Literal["auto", "paramiko", "openssh"] = "auto"
+
+
+@dataclass(frozen=True)
 class NamedProfile:
     name: str
     profile: Profile
     source: str
+
+    @property
+    def place(self) -> Place:
+        return Place(self.profile.host, self.profile.transport)
 
 
 def profile_names(user: User) -> list[str]:

@@ -35,6 +35,11 @@ def scratch(sources: Sources) -> str:
     return path
 
 
+def runs_root(sources: Sources) -> str:
+    """Where run directories go."""
+    return sources.profile.runs_root or f"{scratch(sources).rstrip('/')}/.mlmsub/runs"
+
+
 def image(sources: Sources) -> str:
     """CONTAINER_IMAGE in the one form that Pyxis gets; empty under the profile `local`."""
     if sources.profile.scheduler == "local":
@@ -50,7 +55,7 @@ def image(sources: Sources) -> str:
             warning("image-default", "CONTAINER_IMAGE", f"not set; using {text}", "set the profile's `image`")
         )
     try:
-        return Image.parse(text, base=str(sources.user.cwd)).render()
+        return Image.parse(text, base="" if sources.profile.host else str(sources.user.cwd)).render()
     except ValueError as error:
         raise UsageError(f"CONTAINER_IMAGE: {error}") from None
 
@@ -74,12 +79,18 @@ def place(sources: Sources, image: str, scratch: str, values: dict[str, str], *,
 
 
 def _sandbox(sources: Sources) -> str:
+    here = "" if sources.profile.host else str(sources.user.cwd)  # from afar there is no meaningful default
     path = sources.pick(
         "SANDBOX_DIR",
         sources.from_profile("sandbox"),
         sources.from_environment("SANDBOX_DIR"),
-        (str(sources.user.cwd), "default"),
+        (here, "default"),
     )
+    if not path or (sources.profile.host and not path.startswith("/")):
+        raise UsageError(
+            f"SANDBOX_DIR must be an absolute path on {sources.profile.host}, not {path!r}",
+            fix="export SANDBOX_DIR=/path, or set the profile's `sandbox`",
+        )
     if sources.origins["SANDBOX_DIR"] == "default":
         sources.issues.append(warning("sandbox-default", "SANDBOX_DIR", f"not set; using the working directory {path}"))
     return str((sources.user.cwd / path).absolute())

@@ -1,4 +1,4 @@
-"""Find a model's conf: in the catalogue by name, or a file of the user's."""
+"""Find a model's conf: in the catalogue by name or alias, or a file of the user's."""
 
 from __future__ import annotations
 
@@ -16,30 +16,48 @@ from mlmsub.core.strict import build
 
 @dataclass(frozen=True)
 class Found:
-    """A conf to ship as `file_name`; `conf` is None for a `.sh` file, which only the job sources."""
+    """A conf to ship as `file_name`. Of a `.sh` file `conf` is what reading it tells, or None; the job sources it."""
 
     model: str
     file_name: str
     text: str
     conf: ModelConf | None
+    path: Path
 
 
 def find(name: str, cwd: Path) -> Found:
-    """The conf of a catalogue name, or of a path that ends in .yaml, .yml or .sh."""
+    """The conf of a catalogue name, of an alias, or of a path that ends in .yaml, .yml or .sh."""
     if name.endswith((".yaml", ".yml", ".sh")):
-        path = cwd / name
-    else:
-        known = resources.conf_names()
-        exact = next((k for k in known if k.lower() == name.lower()), None)
-        if exact is None:
-            raise modelconf.unknown(name, known, str(resources.root() / "conf"))
-        path = resources.root() / "conf" / f"{exact}.yaml"
+        return read(cwd / name)
+    known = resources.conf_names()
+    exact = next((k for k in known if k.lower() == name.lower()), None)
+    if exact is None:
+        aliases = {alias.lower(): found for found in catalogue() if found.conf for alias in found.conf.aliases}
+        if name.lower() in aliases:
+            return aliases[name.lower()]
+        raise modelconf.unknown(name, known, str(resources.root() / "conf"))
+    return read(resources.root() / "conf" / f"{exact}.yaml")
+
+
+def catalogue() -> list[Found]:
+    """Every conf that comes with mlmsub."""
+    return [read(resources.root() / "conf" / f"{name}.yaml") for name in resources.conf_names()]
+
+
+def read(path: Path) -> Found:
+    """The conf in this file. Raises UsageError if it is not there, or not a model conf."""
     if not path.is_file():
         raise UsageError(f"the model conf {path} does not exist")
-    if path.suffix == ".sh":
-        return Found(path.stem, "model.sh", to_text(path.read_bytes()), None)
-    conf = build(ModelConf, read_yaml(path), str(path))
-    return Found(conf.model, "model.yaml", to_text(path.read_bytes()), conf)
+    if path.suffix != ".sh":
+        conf = build(ModelConf, read_yaml(path), str(path))
+        return Found(conf.model, "model.yaml", to_text(path.read_bytes()), conf, path)
+    text = to_text(path.read_bytes())
+    if target := modelconf.link_target(text):
+        linked = path.parent / target
+        if not linked.is_file():
+            raise UsageError(f"{path} is a symbolic link as a text file, and {linked} does not exist")
+        text = to_text(linked.read_bytes())
+    return Found(path.stem, "model.sh", text, modelconf.read_shell(text, path.stem), path)
 
 
 def conf_of(stage: stages.Stage, args: tuple[str, ...], cwd: Path) -> tuple[Found | None, tuple[str, ...], str]:

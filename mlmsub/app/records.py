@@ -6,8 +6,9 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from mlmsub.app.config import Place
 from mlmsub.core.errors import UsageError
 
 
@@ -19,6 +20,7 @@ class Record:
     profile: str
     scheduler: str
     host: str
+    transport: Literal["auto", "paramiko", "openssh"]
     runs_root: str
     run_dir: str
     stage: str
@@ -30,7 +32,21 @@ class Record:
     job_id: str = ""
     slurm_bin: str = ""
     cluster: str = ""
-    outputs: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)  # as the job sees them
+    outputs_at: dict[str, str] = field(default_factory=dict)  # the same on the cluster
+
+    @property
+    def place(self) -> Place:
+        """Where the run is; never another host than the one that it was submitted to."""
+        return Place(self.host, self.transport)
+
+
+def shared(record: Record) -> bytes:
+    """What goes into the run directory, so that another machine can find the run: all but this machine's own view."""
+    data = asdict(record)
+    for name in ("profile", "host", "transport", "job_id"):
+        del data[name]
+    return json.dumps(data, indent=1).encode() + b"\n"
 
 
 class Records:
@@ -50,6 +66,13 @@ class Records:
         done = replace(record, job_id=job_id)
         self.save(done)
         return done
+
+    def adopt(self, data: dict[str, Any], place: Place, profile: str, job_id: str) -> Record:
+        """A run that another machine submitted, from what it left in the run directory."""
+        here = {"profile": profile, "host": place.host, "transport": place.transport, "job_id": job_id}
+        record = _record(data | here)
+        self.save(record)
+        return record
 
     def forget(self, record: Record) -> None:
         (self.folder / f"{record.run_id}.json").unlink(missing_ok=True)
@@ -87,4 +110,4 @@ class Records:
 
 def _record(data: dict[str, Any]) -> Record:
     known = {f.name for f in fields(Record)}
-    return Record(**{key: value for key, value in data.items() if key in known})
+    return Record(**{"transport": "auto"} | {key: value for key, value in data.items() if key in known})

@@ -17,7 +17,7 @@ from mlmsub.core.envsetup import Reading
 from mlmsub.core.errors import UsageError
 from mlmsub.core.issues import Issue, warning
 from mlmsub.core.quoting import is_name
-from mlmsub.core.spec import EnvSetup, Parent, RunSpec
+from mlmsub.core.spec import ON_CLUSTER, EnvSetup, Parent, RunSpec
 
 DEFAULT_SETUP = "env_setup_template.sh"  # the reference's, in the working directory
 
@@ -96,7 +96,7 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         conf=conf.text if conf else "",
         outputs=(stage.writes,) if stage.native and stage.writes else (),
         install=request.install,
-        runs_root=profile.runs_root or f"{scratch.rstrip('/')}/.mlmsub/runs",
+        runs_root=container.runs_root(sources),
         slurm_bin=profile.slurm_bin,
         pass_env=profile.pass_env,
         secret_names=profile.secret_names,
@@ -166,6 +166,10 @@ def _setup(sources: Sources, given: dict[str, str]) -> envfile.ReadSetup:
         sources.from_environment("SANDBOX_ENV_SETUP"),
     )
     cwd = sources.user.cwd
+    if text.startswith(ON_CLUSTER):
+        if not text.removeprefix(ON_CLUSTER).startswith("/"):
+            raise UsageError(f"--env-setup {text}: the path on the cluster must be absolute")
+        return envfile.ReadSetup(EnvSetup(text), Reading(missing=("it lies on the cluster",), complete=True))
     if text:
         path = cwd / text
         if not path.exists() and (resources.root() / text).is_file():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from mlmsub.app.records import Record
+from mlmsub.app import container
+from mlmsub.app.config import NamedProfile, User
+from mlmsub.app.records import Record, Records
+from mlmsub.app.sources import Request, Sources
 from mlmsub.core.errors import SchedulerRefused, UsageError
 from mlmsub.slurm import jobs
 from mlmsub.slurm.jobs import JobState
@@ -15,72 +19,103 @@ from mlmsub.transport import Transport
 Connect = Callable[[Record], Transport]
 
 
-def status(records: Sequence[Record], connect: Connect) -> dict[str, JobState]:
-    """The state of each run by run id; a run whose submission was not finished is unknown."""
-    found = {record.run_id: JobState("unknown", reason="submission not finished") for record in records}
-    for group in _by_cluster(record for record in records if record.job_id):
-        script = jobs.script(
-            "status",
-            slurm_bin=group[0].slurm_bin,
-            clusters=group[0].cluster,
-            jobs=",".join(record.job_id for record in group if record.scheduler == "slurm"),
-            runs=jobs.run_lines([(record.job_id, record.run_dir) for record in group]),
-        )
-        with connect(group[0]) as transport:
-            answer = transport.run(script).stdout.decode(errors="replace")
-        states = jobs.parse_status(answer, [record.job_id for record in group])
-        found |= {record.run_id: states[record.job_id] for record in group}
+def status(runs: Sequence[Record], records: Records, connect: Connect) -> dict[str, JobState]:
+    """The state of each run by run id; a run whose submission was not finished is unknown.
+
+    Where another job than the record's has claimed a run (an sbatch that arrived late), the record is put right and
+    that job is asked for.
+    """
+    found = {run.run_id: JobState("unknown", reason="submission not finished: repeat its command") for run in runs}
+    for group in _by_cluster(run for run in runs if run.job_id):
+        states = _ask(group, connect)
+        for index, run in enumerate(group):
+            claimed_by = states[run.job_id].claimed_by
+            if claimed_by and claimed_by != run.job_id:
+                group[index] = records.submitted(run, claimed_by)
+        if any(run.job_id not in states for run in group):
+            states |= _ask([run for run in group if run.job_id not in states], connect)
+        found |= {run.run_id: states[run.job_id] for run in group}
     return found
 
 
-def settled(record: Record, connect: Connect, timeout: float = 30.0) -> JobState:
+def _ask(group: Sequence[Record], connect: Connect) -> dict[str, JobState]:
+    script = jobs.script(
+        "status",
+        slurm_bin=group[0].slurm_bin,
+        clusters=group[0].cluster,
+        jobs=",".join(run.job_id for run in group if run.scheduler == "slurm"),
+        runs=jobs.run_lines([(run.job_id, run.run_dir) for run in group]),
+    )
+    answer = connect(group[0]).run(script).stdout.decode(errors="replace")
+    return jobs.parse_status(answer, [run.job_id for run in group])
+
+
+def settled(run: Record, records: Records, connect: Connect, timeout: float = 30.0) -> JobState:
     """The state of a run that has just ended: waits until Slurm says so too."""
     deadline = time.monotonic() + timeout
-    while (state := status([record], connect)[record.run_id]).state in jobs.LIVE and time.monotonic() < deadline:
+    while (state := status([run], records, connect)[run.run_id]).state in jobs.LIVE and time.monotonic() < deadline:
         time.sleep(0.5)
     return state
 
 
-def cancel(records: Sequence[Record], connect: Connect) -> None:
+def discover(user: User, named: NamedProfile, records: Records, transport: Transport, limit: int) -> list[Record]:
+    """The newest runs in a profile's runs_root, also those that another machine submitted; these get a record here."""
+    root = container.runs_root(Sources(user, named, Request(stage="", args=())))
+    answer = transport.run(jobs.script("list", runs_root=root, limit=str(limit))).stdout.decode(errors="replace")
+    known = {record.run_id: record for record in records.all()}
+    found = []
+    for line in answer.splitlines():
+        job_id, _, text = line.partition("|")
+        try:
+            data = json.loads(text)
+            record = known.get(data["run_id"]) or records.adopt(data, named.place, named.name, job_id)
+        except (ValueError, TypeError, KeyError):
+            continue  # another version's, or not whole
+        found.append(record)
+    return found
+
+
+def cancel(runs: Sequence[Record], connect: Connect) -> None:
     """Cancel the runs and remove their secrets. Raises SchedulerRefused with what scancel said."""
-    for group in _by_cluster(records):
+    for group in _by_cluster(runs):
         script = jobs.script(
             "cancel",
             slurm_bin=group[0].slurm_bin,
             clusters=group[0].cluster,
-            runs=jobs.run_lines([(_job(record), record.run_dir) for record in group]),
+            runs=jobs.run_lines([(_job(run), run.run_dir) for run in group]),
         )
-        with connect(group[0]) as transport:
-            answer = transport.run(script).stdout.decode(errors="replace")
+        answer = connect(group[0]).run(script).stdout.decode(errors="replace")
         refused = [line.partition("|") for line in answer.splitlines() if line.partition("|")[2]]
         if refused:
             raise SchedulerRefused("; ".join(f"job {job}: {said}" for job, _, said in refused), command="scancel")
 
 
-def log(record: Record, transport: Transport, on_output: Callable[[bytes], None], *, follow: bool) -> None:
-    """Hand on the run's log as it is; with `follow` until the run has ended."""
+def log(
+    run: Record, transport: Transport, on_output: Callable[[bytes], None], *, follow: bool, offset: int = 0
+) -> None:
+    """Hand on the run's log as it is, from byte `offset` on; with `follow` until the run has ended."""
     script = jobs.script(
         "log",
-        slurm_bin=record.slurm_bin,
-        clusters=record.cluster,
-        run_dir=record.run_dir,
-        job=_job(record),
+        slurm_bin=run.slurm_bin,
+        clusters=run.cluster,
+        run_dir=run.run_dir,
+        job=_job(run),
         follow="1" if follow else "",
-        offset="0",
+        offset=str(offset),
     )
     if transport.stream(script, on_output) == 3:
-        raise UsageError(f"the run directory {record.run_dir} is gone, and its log with it")
+        raise UsageError(f"the run directory {run.run_dir} is gone, and its log with it")
 
 
-def _job(record: Record) -> str:
-    if not record.job_id:
-        raise UsageError(f"the submission of {record.run_id} was not finished", fix="repeat its command")
-    return record.job_id
+def _job(run: Record) -> str:
+    if not run.job_id:
+        raise UsageError(f"the submission of {run.run_id} was not finished", fix="repeat its command")
+    return run.job_id
 
 
-def _by_cluster(records: Iterator[Record] | Sequence[Record]) -> Iterator[list[Record]]:
-    def place(record: Record) -> tuple[str, ...]:
-        return (record.host, record.scheduler, record.cluster, record.slurm_bin)
+def _by_cluster(runs: Iterator[Record] | Sequence[Record]) -> Iterator[list[Record]]:
+    def place(run: Record) -> tuple[str, ...]:
+        return (run.host, run.transport, run.scheduler, run.cluster, run.slurm_bin)
 
-    for _, group in groupby(sorted(records, key=place), key=place):
+    for _, group in groupby(sorted(runs, key=place), key=place):
         yield list(group)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from mlmsub.app import resources
-from mlmsub.app.records import Record, Records
+from mlmsub.app.records import Record, Records, shared
 from mlmsub.app.resolve import Resolved
 from mlmsub.core import bundle, paths
-from mlmsub.core.errors import ChecksFailed, SchedulerRefused
+from mlmsub.core.errors import ChecksFailed, SchedulerRefused, UsageError
 from mlmsub.core.spec import RunSpec
 from mlmsub.slurm import jobs
 from mlmsub.transport import Transport
+
+SIZE_LIMIT = 64 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -40,40 +42,75 @@ def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepa
         stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
         run = paths.RunPaths(spec.runs_root, paths.run_id(stamp, spec.stage, secrets.token_hex(3)))
         record = Record(
-            run_id=run.run_id, profile=named.name, scheduler=spec.scheduler, host=named.profile.host,
-            runs_root=spec.runs_root, run_dir=run.dir, stage=spec.stage, model=spec.model, job_name=spec.job_name,
-            nodes=spec.nodes, stamp=stamp, content_hash=content_hash, slurm_bin=spec.slurm_bin,
+            run_id=run.run_id,
+            profile=named.name,
+            scheduler=spec.scheduler,
+            host=named.profile.host,
+            transport=named.profile.transport,
+            runs_root=spec.runs_root,
+            run_dir=run.dir,
+            stage=spec.stage,
+            model=spec.model,
+            job_name=spec.job_name,
+            nodes=spec.nodes,
+            stamp=stamp,
+            content_hash=content_hash,
+            slurm_bin=spec.slurm_bin,
             cluster=spec.sbatch.get("clusters", ""),
             outputs={name: resolved.values[name] for name in spec.outputs},
-        )  # fmt: skip
+            outputs_at={name: _on_cluster(resolved.values[name], spec) for name in spec.outputs},
+        )
     run = paths.RunPaths(record.runs_root, record.run_id)
-    return Prepared(record, bundle.build(spec, run, record.stamp, own, resolved.secrets), resolved)
+    return Prepared(record, bundle.build(spec, run, record.stamp, own, resolved.secrets, shared(record)), resolved)
+
+
+def _on_cluster(path: str, spec: RunSpec) -> str:
+    """A path of the container as the cluster knows it: through the innermost mount."""
+    mounts = [text.split(":")[:2] for text in spec.mounts]
+    inner = [(target, source) for source, target in mounts if f"{path}/".startswith(f"{target.rstrip('/')}/")]
+    if not inner:
+        return path
+    target, source = max(inner, key=lambda pair: len(pair[0]))
+    return source.rstrip("/") + path[len(target.rstrip("/")) :]
+
+
+def checked(resolved: Resolved) -> None:
+    """Raises ChecksFailed where an issue is an error."""
+    if any(issue.severity == "error" for issue in resolved.issues):
+        raise ChecksFailed(resolved.issues)
 
 
 def send(prepared: Prepared, records: Records, connect: Callable[[], Transport]) -> tuple[Record, bool]:
-    """Submit. Returns the record with its job id, and whether the cluster had the run already.
+    """Submit: one exec. Returns the record with its job id, and whether the cluster had the run already.
 
-    Raises ChecksFailed before anything is sent, SchedulerRefused when no job was made, TransportError when it is not
-    known: the record then stays, and the same command takes the submission up again.
+    Raises SchedulerRefused when no job was made, and TransportError. Where it is not known whether a job was made, the
+    record stays, and the same command takes the submission up again.
     """
-    if any(issue.severity == "error" for issue in prepared.resolved.issues):
-        raise ChecksFailed(prepared.resolved.issues)
-    records.save(prepared.record)
-    script = jobs.script("submit", **_parameters(prepared.resolved.spec, prepared.record))
-    try:
-        transport = connect()
-    except Exception:  # nothing was sent
-        records.forget(prepared.record)
-        raise
-    with transport:
-        result = transport.run(script, stdin=prepared.bundle.tar())
+    record, spec = prepared.record, prepared.resolved.spec
+    archive = _small_enough(prepared.bundle)
+    transport = connect()
+    records.save(record)
+    result = transport.run(jobs.script("submit", **_parameters(spec, record)), stdin=archive)
     try:
         job_id, existed = jobs.parse_submission(result.stdout.decode(errors="replace"))
     except SchedulerRefused as refused:
         if not refused.may_exist:
-            records.forget(prepared.record)
+            records.forget(record)
         raise
-    return records.submitted(prepared.record, job_id), existed
+    return records.submitted(record, job_id), existed
+
+
+def _small_enough(made: bundle.Bundle) -> bytes:
+    """The archive; UsageError naming the largest files where it is no longer a thing to send with every run."""
+    archive = made.tar()
+    if len(archive) > SIZE_LIMIT:
+        sizes = sorted(((len(content), path) for path, content in made.files.items()), reverse=True)
+        largest = ", ".join(f"{path} ({size / 2**20:.0f} MiB)" for size, path in sizes[:5])
+        raise UsageError(
+            f"the run would take {len(archive) / 2**20:.0f} MiB along, more than {SIZE_LIMIT / 2**20:.0f}: {largest}",
+            fix="put large files on the cluster, and name their path there",
+        )
+    return archive
 
 
 def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:
@@ -85,6 +122,7 @@ def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:
         "pass_env": " ".join(spec.pass_env),
         "image": spec.image if spec.image.startswith("/") else "",
         "sources": "".join(f"{mount.split(':')[0]}\n" for mount in spec.mounts),
+        "cluster_setup": spec.setup.on_cluster,
         "ntasks": str(spec.ntasks),
         "job_name": spec.job_name,
         "stamp": record.stamp,

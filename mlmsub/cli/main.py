@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from mlmsub import __version__
-from mlmsub.cli import output
+from mlmsub.cli import completion, output
+from mlmsub.cli.connect import Trust
 from mlmsub.core.errors import MlmsubError
 from mlmsub.transport.errors import TransportError
 
@@ -23,8 +24,18 @@ profiles = typer.Typer(help="The clusters that you can submit to.", no_args_is_h
 app.add_typer(profiles, name="profile")
 
 Json = Annotated[bool, typer.Option("--json", help="Print data as JSON.")]
-Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help="Run ids, their beginnings, job ids, or `last`.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, its beginning, job id, or `last`.")]
+NoPrompt = Annotated[bool, typer.Option("--no-prompt", help="Never ask; fail at once where a question is needed.")]
+AcceptNew = Annotated[bool, typer.Option("--accept-new", help="Accept the key of a host that was never met before.")]
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="Run ids, their beginnings, job ids, or `last`.", autocompletion=completion.runs
+    ),
+]
+Run = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Run id, its beginning, job id, or `last`.", autocompletion=completion.runs),
+]
 
 
 def main() -> None:
@@ -64,11 +75,18 @@ def root(
     epilog="Example: mlmsub submit quantize meta-llama/Llama-3.1-8B-Instruct FP8_DEFAULT_CFG --env-setup setup.sh",
 )
 def submit(
-    stage: Annotated[str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.")] = "",
+    stage: Annotated[
+        str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.", autocompletion=completion.stages)
+    ] = "",
     args: Annotated[
-        list[str] | None, typer.Argument(help="The model and more; for script, your command after `--`.")
+        list[str] | None,
+        typer.Argument(
+            help="The model and more; for script, your command after `--`.", autocompletion=completion.models
+        ),
     ] = None,
-    profile: Annotated[str, typer.Option(help="The cluster: a profile's name or file.")] = "",
+    profile: Annotated[
+        str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
+    ] = "",
     env_setup: Annotated[str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")] = "",
     set_: Annotated[
         list[str] | None,
@@ -81,7 +99,9 @@ def submit(
     job_name: Annotated[str, typer.Option(help="Job name [default: STAGE-MODEL].")] = "",
     after: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN", help="Start when this run has succeeded; may be repeated."),
+        typer.Option(
+            metavar="RUN", help="Start when this run has succeeded; may be repeated.", autocompletion=completion.runs
+        ),
     ] = None,
     sbatch_arg: Annotated[
         list[str] | None,
@@ -98,6 +118,8 @@ def submit(
     new: Annotated[bool, typer.Option("--new", help="Do not take up an unfinished submission of the same.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show everything; send nothing.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the log; exit 6 if the job fails.")] = False,
+    no_prompt: NoPrompt = False,
+    accept_new: AcceptNew = False,
     json_: Json = False,
 ) -> None:
     """Submit one stage as one Slurm job."""
@@ -109,31 +131,49 @@ def submit(
             nodes=nodes, time=time, partition=partition, account=account, job_name=job_name, after=tuple(after or ()),
             sbatch_args=tuple(sbatch_arg or ()), install=install, static=static,
         ),
-        from_file=from_, new=new, dry_run=dry_run, watch=watch, as_json=json_,
+        Trust(no_prompt, accept_new), from_file=from_, new=new, dry_run=dry_run, watch=watch, as_json=json_,
     )  # fmt: skip
 
 
 @app.command()
 def status(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Default: `last`.")] = None,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Default: `last`.", autocompletion=completion.runs),
+    ] = None,
+    no_prompt: NoPrompt = False,
+    accept_new: AcceptNew = False,
     json_: Json = False,
 ) -> None:
     """Show what became of runs."""
     from mlmsub.cli import runs as verbs
 
-    verbs.status(runs or ["last"], as_json=json_)
+    verbs.status(runs or ["last"], Trust(no_prompt, accept_new), as_json=json_)
 
 
 @app.command(name="list")
 def list_(
-    profile: Annotated[str, typer.Option(help="Only this profile's runs.")] = "",
+    profile: Annotated[
+        str,
+        typer.Option(help="This profile's runs, also those of other machines.", autocompletion=completion.profiles),
+    ] = "",
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, newest first.")] = 20,
+    no_prompt: NoPrompt = False,
+    accept_new: AcceptNew = False,
     json_: Json = False,
 ) -> None:
     """List your runs, newest first."""
     from mlmsub.cli import runs as verbs
 
-    verbs.list_runs(profile, limit, as_json=json_)
+    verbs.list_runs(profile, limit, Trust(no_prompt, accept_new), as_json=json_)
+
+
+@app.command()
+def show(run: Run = "last", no_prompt: NoPrompt = False, accept_new: AcceptNew = False, json_: Json = False) -> None:
+    """Show all that is known of a run: state, directory, log, outputs."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.show(run, Trust(no_prompt, accept_new), as_json=json_)
 
 
 @app.command()
@@ -142,25 +182,56 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="The log's bytes as they are.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="One rank's lines only.")] = None,
+    no_prompt: NoPrompt = False,
+    accept_new: AcceptNew = False,
 ) -> None:
     """Print a run's log; what several ranks say alike stands once."""
     from mlmsub.cli import runs as verbs
 
-    verbs.logs(run, follow=follow, raw=raw, rank=rank)
+    verbs.logs(run, Trust(no_prompt, accept_new), follow=follow, raw=raw, rank=rank)
 
 
 @app.command()
-def cancel(runs: Runs) -> None:
+def fetch(
+    run: Run,
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATTERN]...", help="Such as 'logs/*' [default] or 'EXPORT_DIR/*.json'."),
+    ] = None,
+    to: Annotated[str, typer.Option("--to", "-o", metavar="FOLDER", help="Where to [default: ./RUN].")] = "",
+    no_prompt: NoPrompt = False,
+    accept_new: AcceptNew = False,
+) -> None:
+    """Bring logs and small outputs of a run here."""
+    from mlmsub.cli import runs as verbs
+
+    verbs.fetch(run, patterns or [], to, Trust(no_prompt, accept_new))
+
+
+@app.command()
+def cancel(runs: Runs, no_prompt: NoPrompt = False, accept_new: AcceptNew = False) -> None:
     """Cancel runs, and remove their secrets from the cluster."""
     from mlmsub.cli import runs as verbs
 
-    verbs.cancel(runs)
+    verbs.cancel(runs, Trust(no_prompt, accept_new))
+
+
+@profiles.command(name="init")
+def profile_init(
+    name: Annotated[str, typer.Argument(help="How to call it.")] = "default",
+    no_prompt: NoPrompt = False,
+    accept_new: AcceptNew = False,
+) -> None:
+    """Ask for a cluster's facts, try the connection, and write a profile."""
+    from mlmsub.cli import profiles as verbs
+
+    verbs.init(name, Trust(no_prompt, accept_new))
 
 
 @profiles.command(name="list")
 def profile_list(json_: Json = False) -> None:
     """List the profiles."""
-    from mlmsub.cli import runs as verbs
+    from mlmsub.cli import profiles as verbs
 
     verbs.list_profiles(as_json=json_)
 
@@ -171,7 +242,7 @@ def profile_show(
     json_: Json = False,
 ) -> None:
     """Show what a profile says."""
-    from mlmsub.cli import runs as verbs
+    from mlmsub.cli import profiles as verbs
 
     verbs.show_profile(name, as_json=json_)
 

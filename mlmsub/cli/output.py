@@ -56,6 +56,41 @@ def print_error(error: MlmsubError) -> None:
         print(f"    fix: {error.fix}", file=sys.stderr)
 
 
+class RawPrinter:
+    """Prints a log's bytes as they are."""
+
+    received = 0
+
+    def feed(self, data: bytes) -> None:
+        self.received += len(data)
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class Progress:
+    """A bar on stderr, where that is a terminal; called with the bytes so far and the bytes in all."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._shown = title, -1
+
+    def __call__(self, done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent != self._shown and sys.stderr.isatty():
+            bar = "#" * (percent * 30 // 100)
+            print(f"\r{self._title} [{bar:30}] {percent:3} % of {total / 2**20:.1f} MiB", end="", file=sys.stderr)
+            self._shown = percent
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown >= 0:
+            print(file=sys.stderr)
+
+
 class LogPrinter:
     """Prints a log for a person: what several ranks say alike stands once, with how many said it.
 
@@ -67,12 +102,14 @@ class LogPrinter:
     _LABELLED = re.compile(r" *(\d+): (.*)", re.DOTALL)
 
     def __init__(self, rank: int | None = None) -> None:
+        self.received = 0  # bytes, to go on from after a lost connection
         self._rest, self._rank = b"", rank
         self._text, self._ranks = "", list[str]()
         self._lock, self._timer = threading.Lock(), threading.Timer(0, lambda: None)
 
     def feed(self, data: bytes) -> None:
         """Print what is new; any cut of the log into pieces will do."""
+        self.received += len(data)
         self._timer.cancel()
         with self._lock:
             *lines, self._rest = (self._rest + data).split(b"\n")

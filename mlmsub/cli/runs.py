@@ -1,92 +1,122 @@
-"""The verbs on runs and profiles that look and print."""
+"""The verbs on runs."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from mlmsub.app import config, runs
+from mlmsub.app.fetch import fetch as fetch_files
 from mlmsub.app.records import Record, Records
-from mlmsub.cli import connect, output
+from mlmsub.cli import output
+from mlmsub.cli.connect import Connections, Trust
 from mlmsub.core.errors import UsageError
-from mlmsub.transport import Transport
+from mlmsub.slurm.jobs import JobState
+from mlmsub.transport.errors import ConnectionLost
+
+RECONNECTS = 5  # how often in a row `logs -f` goes on after a lost connection
 
 
 def _records() -> Records:
     return Records(config.User.current().records_dir)
 
 
-def _connect(record: Record) -> Transport:
-    return connect.to(record.host)
-
-
-def status(words: list[str], *, as_json: bool) -> None:
+def status(words: list[str], trust: Trust, *, as_json: bool) -> None:
     records = _records()
-    _print_states([records.find(word) for word in words], as_json)
+    with Connections(trust) as connections:
+        _print_states([records.find(word) for word in words], records, connections, as_json)
 
 
-def list_runs(profile: str, limit: int, *, as_json: bool) -> None:
-    found = [record for record in _records().all() if profile in ("", record.profile)][:limit]
-    if not found and not as_json:
-        print("no runs yet; `mlmsub submit` makes one")
-        return
-    _print_states(found, as_json)
+def list_runs(profile: str, limit: int, trust: Trust, *, as_json: bool) -> None:
+    user, records = config.User.current(), _records()
+    with Connections(trust) as connections:
+        if profile:
+            named = config.load_profile(user, profile)
+            there = runs.discover(user, named, records, connections.to(named.place), limit)
+            own = [run for run in records.all() if run.profile == named.name and run not in there]
+            found = sorted([*there, *own], key=lambda run: run.stamp, reverse=True)[:limit]
+        else:
+            found = records.all()[:limit]
+        if not found and not as_json:
+            print("no runs yet; `mlmsub submit` makes one")
+            return
+        _print_states(found, records, connections, as_json)
 
 
-def _print_states(records: list[Record], as_json: bool) -> None:
-    states = runs.status(records, _connect)
+def _print_states(found: list[Record], records: Records, connections: Connections, as_json: bool) -> None:
+    states = runs.status(found, records, lambda run: connections.to(run.place))
     if as_json:
-        output.print_json([asdict(record) | {"status": asdict(states[record.run_id])} for record in records])
+        output.print_json([asdict(run) | {"status": asdict(states[run.run_id])} for run in found])
         return
-    rows, styles = [], []
-    for record in records:
-        state = states[record.run_id]
-        code = "" if state.exit_code is None or state.state in ("pending", "running") else str(state.exit_code)
-        rows.append((record.run_id, state.state, record.job_id, record.profile, str(record.nodes), state.elapsed, code,
-                     state.reason))  # fmt: skip
-        styles.append(state.state)
+    rows = [_row(run, states[run.run_id]) for run in found]
+    styles = [states[run.run_id].state for run in found]
     output.print_table(("run", "state", "job", "profile", "nodes", "elapsed", "exit", "reason"), rows, styles)
 
 
-def logs(word: str, *, follow: bool, raw: bool, rank: int | None) -> None:
+def _row(run: Record, state: JobState) -> tuple[str, ...]:
+    over = state.exit_code is not None and state.state not in ("pending", "running")
+    code = str(state.exit_code) if over else ""
+    return (run.run_id, state.state, run.job_id, run.profile, str(run.nodes), state.elapsed, code, state.reason)
+
+
+def show(word: str, trust: Trust, *, as_json: bool) -> None:
+    records = _records()
+    run = records.find(word)
+    with Connections(trust) as connections:
+        state = runs.status([run], records, lambda r: connections.to(r.place))[run.run_id]
+    if as_json:
+        output.print_json(asdict(run) | {"status": asdict(state)})
+        return
+    print(f"{output.styled(run.run_id, 'bold')}  {output.styled(state.state, state.state)}  {state.reason}".rstrip())
+    rows = {
+        "stage": run.stage, "model": run.model, "job": f"{run.job_id}  {run.job_name}", "nodes": str(run.nodes),
+        "elapsed": state.elapsed, "exit code": "" if state.exit_code is None else str(state.exit_code),
+        "profile": run.profile, "host": run.host or "this machine", "run directory": run.run_dir,
+        "log": f"{run.run_dir}/logs/{run.job_name}_{run.job_id}_{run.stamp}.log", **run.outputs_at,
+    }  # fmt: skip
+    for name, value in rows.items():
+        if value:
+            print(f"  {name:14} {value}")
+
+
+def logs(word: str, trust: Trust, *, follow: bool, raw: bool, rank: int | None) -> None:
     if raw and rank is not None:
         raise UsageError("--raw prints the log as it is; --rank picks lines from it", fix="give one of them")
-    record = _records().find(word)
-    printer = output.LogPrinter(rank)
-
-    def as_it_is(data: bytes) -> None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-
-    with _connect(record) as transport:
-        runs.log(record, transport, as_it_is if raw else printer.feed, follow=follow)
+    run = _records().find(word)
+    printer = output.RawPrinter() if raw else output.LogPrinter(rank)
+    failures = 0
+    while True:
+        with Connections(trust) as connections:
+            before = printer.received
+            try:
+                runs.log(run, connections.to(run.place), printer.feed, follow=follow, offset=before)
+                break
+            except ConnectionLost:
+                failures = 1 if printer.received > before else failures + 1
+                if not follow or failures > RECONNECTS:
+                    raise
+        time.sleep(min(2.0**failures, 30))
     printer.close()
+    if not printer.received and not follow:
+        print(f"{run.run_id} has written no log yet", file=sys.stderr)
 
 
-def cancel(words: list[str]) -> None:
+def cancel(words: list[str], trust: Trust) -> None:
     records = _records()
     found = [records.find(word) for word in words]
-    runs.cancel(found, _connect)
-    for record in found:
-        print(f"{record.run_id}: cancelled job {record.job_id}")
+    with Connections(trust) as connections:
+        runs.cancel(found, lambda run: connections.to(run.place))
+    for run in found:
+        print(f"{run.run_id}: cancelled job {run.job_id}")
 
 
-def list_profiles(*, as_json: bool) -> None:
-    user = config.User.current()
-    found = [config.load_profile(user, name) for name in config.profile_names(user)]
-    if as_json:
-        output.print_json([{"name": p.name, "source": p.source, "host": p.profile.host} for p in found])
-        return
-    rows = [(p.name, p.profile.host or "this machine", p.profile.scheduler, p.source) for p in found]
-    output.print_table(("profile", "where", "scheduler", "source"), rows)
-
-
-def show_profile(name: str, *, as_json: bool) -> None:
-    found = config.load_profile(config.User.current(), name)
-    if as_json:
-        output.print_json({"name": found.name, "source": found.source} | asdict(found.profile))
-        return
-    print(f"{output.styled(found.name, 'bold')}  {found.source}")
-    for key, value in found.profile.said().items():
-        shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"  {key}: {', '.join(shown) if isinstance(shown, tuple) else shown}")
+def fetch(word: str, patterns: Sequence[str], target: str, trust: Trust) -> None:
+    run = _records().find(word)
+    folder = Path(target or run.run_id)
+    with Connections(trust) as connections, output.Progress(run.run_id) as progress:
+        found = fetch_files(run, list(patterns), folder, connections.to(run.place), progress)
+    for path in found:
+        print(path)

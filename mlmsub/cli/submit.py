@@ -17,7 +17,9 @@ from mlmsub.core.issues import Issue
 __all__ = ["Options", "run"]
 
 
-def run(options: Options, *, from_file: str, new: bool, dry_run: bool, watch: bool, as_json: bool) -> None:
+def run(
+    options: Options, trust: connect.Trust, *, from_file: str, new: bool, dry_run: bool, watch: bool, as_json: bool
+) -> None:
     user = config.User.current()
     records = Records(user.records_dir)
     if from_file:
@@ -28,23 +30,26 @@ def run(options: Options, *, from_file: str, new: bool, dry_run: bool, watch: bo
         raise UsageError("which stage?", fix="mlmsub submit STAGE MODEL, see `mlmsub submit --help`")
     else:
         resolved = resolve(user, records, options)
-    prepared = app.prepare(resolved, records, new=new)
     if dry_run:
-        _show(prepared, as_json)
+        _show(app.prepare(resolved, records, new=new), as_json)
         return
-    errors = any(issue.severity == "error" for issue in resolved.issues)
-    if not errors and not as_json:
+    app.checked(resolved)
+    if not as_json:
         output.print_issues(resolved.issues)
-    record, existed = app.send(prepared, records, lambda: connect.to(resolved.profile.profile.host))
-    if as_json:
-        output.print_json({
-            "run_id": record.run_id, "job_id": record.job_id, "run_dir": record.run_dir, "existed": existed,
-            "outputs": record.outputs, "issues": _data(resolved.issues),
-        })  # fmt: skip
-    else:
-        _announce(record, existed)
-    if watch:
-        _watch(record)
+    place = resolved.profile.place
+    with connect.Connections(trust) as connections:
+        connections.begin(place)  # while the bundle is built
+        prepared = app.prepare(resolved, records, new=new)
+        record, existed = app.send(prepared, records, lambda: connections.to(place))
+        if as_json:
+            output.print_json({
+                "run_id": record.run_id, "job_id": record.job_id, "run_dir": record.run_dir, "existed": existed,
+                "outputs": record.outputs, "issues": _data(resolved.issues),
+            })  # fmt: skip
+        else:
+            _announce(record, existed)
+        if watch:
+            _watch(record, records, connections)
 
 
 def _announce(record: Record, existed: bool) -> None:
@@ -56,12 +61,11 @@ def _announce(record: Record, existed: bool) -> None:
     print(f"  mlmsub logs -f {record.run_id}")
 
 
-def _watch(record: Record) -> None:
+def _watch(record: Record, records: Records, connections: connect.Connections) -> None:
     printer = output.LogPrinter()
-    with connect.to(record.host) as transport:
-        runs.log(record, transport, printer.feed, follow=True)
+    runs.log(record, connections.to(record.place), printer.feed, follow=True)
     printer.close()
-    state = runs.settled(record, lambda r: connect.to(r.host))
+    state = runs.settled(record, records, lambda r: connections.to(r.place))
     if state.state != "succeeded":
         code = f" with exit code {state.exit_code}" if state.exit_code else ""
         raise JobFailed(f"{record.run_id}: {state.state}{code}", fix=f"see mlmsub status {record.run_id}")

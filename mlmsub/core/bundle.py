@@ -53,11 +53,17 @@ class Bundle:
 
 
 def build(
-    spec: RunSpec, run: paths.RunPaths, stamp: str, resources: Mapping[str, bytes], secrets: Mapping[str, str]
+    spec: RunSpec,
+    run: paths.RunPaths,
+    stamp: str,
+    resources: Mapping[str, bytes],
+    secrets: Mapping[str, str],
+    record: bytes = b"",
 ) -> Bundle:
     """Put a run directory together.
 
-    `resources` holds mlmsub's own files by path (job template, entrypoint, runtime code, the local stand-ins);
+    `record` is what another machine needs to find the run. `resources` holds mlmsub's own files by path (job
+    template, entrypoint, runtime code, the local stand-ins);
     `secrets` are names and values that must not be readable in any file but the secret one.
     """
     shown, hidden = _redact(spec, secrets)
@@ -70,6 +76,7 @@ def build(
         paths.DEFAULTS: _defaults(shown.defaults),
         paths.MERGED: _MERGED.encode(),
         paths.COMMAND: _command(shown),
+        paths.RECORD: record,
         paths.ORDER: _order(hidden),
         paths.SETUP: b"",
         **{f"env/{name}": content for name, content in _named(shown.setup.contents()).items()},

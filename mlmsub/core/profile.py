@@ -22,6 +22,7 @@ class Profile:
     # the place
     scheduler: Literal["slurm", "local"] = "slurm"
     host: str = ""
+    transport: Literal["auto", "paramiko", "openssh"] = "auto"
     slurm_bin: str = ""
     prelude: str = ""
     cluster: str = ""

@@ -14,6 +14,8 @@ from mlmsub.core import paths, stages
 from mlmsub.core.errors import UsageError
 from mlmsub.core.strict import build
 
+ON_CLUSTER = "cluster:"
+
 
 @dataclass(frozen=True)
 class EnvSetup:
@@ -21,6 +23,11 @@ class EnvSetup:
 
     path: str = ""
     files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def on_cluster(self) -> str:
+        """The path of a setup that lies on the cluster (`cluster:/path`) and is copied there; "" for a shipped one."""
+        return self.path.removeprefix(ON_CLUSTER) if self.path.startswith(ON_CLUSTER) else ""
 
     def contents(self) -> dict[str, bytes]:
         return {name: to_bytes(text) for name, text in self.files.items()}

@@ -58,10 +58,12 @@ class Image:
 
     @classmethod
     def parse(cls, text: str, *, base: str) -> Image:
-        """`base` is the directory, on the cluster, that a relative file name starts from."""
+        """`base` is the directory, on the cluster, that a relative file name starts from; "" if there is none."""
         if not text or re.search(r"[\s\0,]", text):
             raise ValueError(f"{text!r} is not an image: it is empty, or holds blanks or a comma")
         if text.startswith(("/", "./", "../")) or text.endswith((".sqsh", ".squashfs")):
+            if not text.startswith("/") and not base:
+                raise ValueError(f"{text!r} must be an absolute path on the cluster")
             path = text if text.startswith("/") else f"{base.rstrip('/')}/{text.removeprefix('./')}"
             return cls("path", path)
         text = text.removeprefix("docker://")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -40,6 +40,7 @@ class JobState:
     elapsed: str = ""
     nodes: str = ""
     start: str = ""
+    claimed_by: str = ""  # the job that runs it; another one than the record's, if an sbatch arrived late
     source: str = "none"
 
 
@@ -85,7 +86,10 @@ def parse_status(answer: str, jobs: Sequence[str]) -> dict[str, JobState]:
         queue_answers |= kind == "queue-answers"
         if job in told:
             told[job][kind] = fields
-    return {job: _judge(facts, queue_answers) for job, facts in told.items()}
+    return {
+        job: replace(_judge(facts, queue_answers), claimed_by="".join(facts.get("claim", ())))
+        for job, facts in told.items()
+    }
 
 
 def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:

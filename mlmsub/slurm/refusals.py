@@ -31,6 +31,7 @@ _OURS = {
     "no-inodes": ("no inodes are left where runs go: {}", "remove files, or set the profile's `runs_root`"),
     "no-image": ("the container image {} is not there, or cannot be read", "set CONTAINER_IMAGE or the profile's `image`"),
     "no-mount-source": ("{} is to be mounted, but is not there", "make it, or change USER_FSW, SANDBOX_DIR or the profile's `mounts`"),
+    "no-setup": ("the env setup {} is not there on the cluster, or cannot be read", "give another --env-setup cluster:/path"),
     "not-unpacked": ("the run directory did not arrive whole: {}", "try again"),
     "no-sbatch": ("sbatch was not found on {}", "set the profile's `slurm_bin`"),
 }  # fmt: skip

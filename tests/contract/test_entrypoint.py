@@ -47,9 +47,7 @@ def test_later_layers_win(probed: Callable[..., RunDir], count: int) -> None:
     assert made.env().get("TP") == expected
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("HF_HOME", marks=pytest.mark.xfail(strict=True, reason="B37")), "MLM_WORK_DIR", "EXPORT_DIR"]
-)
+@pytest.mark.parametrize("name", ["HF_HOME", "MLM_WORK_DIR", "EXPORT_DIR"])
 def test_an_image_does_not_overrule_a_default(probed: Callable[..., RunDir], name: str) -> None:
     made = probed(env={name: "/image"}, defaults={"LAUNCH_SCRIPT": "python", name: "/default"})
     assert made.env()[name] == "/default"
@@ -142,12 +140,21 @@ def test_what_a_setup_does_to_its_shell_ends_with_it(run_dir: Make, text: str) -
     assert made.state("rank-0") == "0"
 
 
-FUNCTIONS = [
-    "cd", "srun", "printf", "echo", "unset", "set", "rm",
-    *(pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="B34"))
-      for name in ("declare", "mkdir", "export", "trap", "source")),
-    pytest.param("read", marks=pytest.mark.xfail(run=False, reason="B34: never ends")),
-]  # fmt: skip
+FUNCTIONS = (
+    "cd",
+    "srun",
+    "printf",
+    "echo",
+    "unset",
+    "set",
+    "rm",
+    "declare",
+    "mkdir",
+    "export",
+    "trap",
+    "source",
+    "read",
+)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -160,12 +167,10 @@ def test_functions_of_a_setup_do_not_disturb(run_dir: Make, name: str) -> None:
     assert not [variable for variable in env if variable.startswith("BASH_FUNC_")]
 
 
-@pytest.mark.xfail(strict=True, reason="B38: set -a is on when they are assigned")
 def test_no_variable_of_ours_is_left_but_mlmsubs(probed: Callable[..., RunDir]) -> None:
     assert not [name for name in probed(setup=setup("set -a\n")).env() if name.startswith("__mlm")]
 
 
-@pytest.mark.xfail(strict=True, reason="B36: the entrypoint's own line is named")
 @pytest.mark.parametrize(
     ("text", "line"),
     [("X=1\n\nexit 0\n", "line 3"), ("exit 1\n", "line 1"), ("set -e\nX=1\nfalse\nY=1\n", "line 3"),
@@ -449,7 +454,6 @@ def test_a_shell_conf_is_sourced(run_dir: Make) -> None:
     assert shell_conf(run_dir, 'MODEL_ARGS=" \\\n  --num-layers 2 \\\n"\nTOKENIZER_MODEL=x\n')["TOKENIZER_MODEL"] == "x"
 
 
-@pytest.mark.xfail(strict=True, reason="B35: the conf is sourced last, and wins")
 def test_the_users_value_wins_over_a_shell_conf(run_dir: Make) -> None:
     assert shell_conf(run_dir, "TP=2\nMODEL_ARGS=x\n", setup=setup("TP=8\n"))["TP"] == "8"
 

@@ -30,6 +30,7 @@ if command -v squeue >/dev/null; then
 fi
 printf '%s' "$runs" | while read -r job dir; do
     [ -d "$dir" ] || { say gone "$job"; continue; }
+    [ ! -L "$dir/state/job" ] || say claim "$job|$(readlink "$dir/state/job")"
     [ ! -s "$dir/state/end" ] || say end "$job|$(cat "$dir/state/end")"
     if [ -e "$dir/local" ] && kill -0 "$job" 2>/dev/null; then say alive "$job|$(ps -o etime= -p "$job" | tr -d ' ')"; fi
     # a job removes its secrets at its end; one that was cancelled or killed could not

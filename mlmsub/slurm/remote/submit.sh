@@ -1,7 +1,7 @@
 # shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
 
 # Submit one run: runs on the cluster under /bin/sh, with the run directory as a tar on standard input. The client
-# puts assignments in front: run_dir scheduler slurm_bin clusters pass_env image sources ntasks job_name stamp parents.
+# puts assignments in front: run_dir scheduler slurm_bin clusters pass_env image sources cluster_setup ntasks job_name stamp parents.
 # Answers with lines `key value`; the exit code is 0 whenever there is an answer.
 users_umask=$(umask)
 umask 077
@@ -22,8 +22,7 @@ find_job() { # the job of this run directory, by what Slurm keeps of every job: 
         done | head -n 1
 }
 if [ -d "$run_dir" ]; then
-    job=$(cat "$run_dir/state/submitted" 2>/dev/null)
-    [ -n "$job" ] || { [ "$scheduler" = local ] && job=$(readlink "$run_dir/state/job"); } || job=$(find_job)
+    job=$(cat "$run_dir/state/submitted" 2>/dev/null) || job=$(readlink "$run_dir/state/job") || job=$(find_job)
     [ -z "$job" ] || { say existing "$job"; exit 0; }
 fi
 
@@ -41,15 +40,22 @@ missing=$(cat "${run_dir%/*}/.missing.$$") && rm -f "${run_dir%/*}/.missing.$$"
 [ -z "$missing" ] || refuse no-mount-source "$missing"
 
 # --- unpack: whole or not at all -----------------------------------------------------
-part=$run_dir.part
-rm -rf "$part" && mkdir "$part" || refuse not-writable "$root"
+part=$run_dir.part.$$
 undo() { rm -rf "$part" "$run_dir"; rmdir "${run_dir%/*}" 2>/dev/null; }
-if ! error=$(tar -xf - --no-same-owner -C "$part" 2>&1 && cd "$part" && sha256sum --quiet -c manifest.sha256 2>&1); then
-    undo
-    refuse not-unpacked "$error"
+if [ -d "$run_dir" ]; then
+    cat >/dev/null # unpacked before a connection broke; another sbatch does no harm, since one job alone can claim the run
+else
+    mkdir "$part" || refuse not-writable "$root"
+    if ! error=$(tar -xf - --no-same-owner -C "$part" 2>&1 && cd "$part" && sha256sum --quiet -c manifest.sha256 2>&1); then
+        undo
+        refuse not-unpacked "$error"
+    fi
+    if [ -n "$cluster_setup" ]; then # an env setup that lies on the cluster
+        cp "$cluster_setup" "$part/env/setup.sh" 2>/dev/null || { undo; refuse no-setup "$cluster_setup"; }
+    fi
+    mkdir -p "$part/logs" "$part/state"
+    mv "$part" "$run_dir" || { undo; refuse not-writable "$root"; }
 fi
-mkdir -p "$part/logs" "$part/state"
-rm -rf "$run_dir" && mv "$part" "$run_dir" || { undo; refuse not-writable "$root"; }
 cd "$run_dir" || exit 1
 
 # --- submit ----------------------------------------------------------------------------
