@@ -5,7 +5,8 @@
 
 Models have random weights, so nothing is downloaded. Each case runs in its own process and prints one JSON line:
 `measured` is torch.cuda.max_memory_allocated in GiB, `reserved` the allocator's peak, `estimated` the estimate
-without its overhead, `ratio` estimated / measured. On a CPU the peak is that of all tensors alive at once.
+without its overhead, `ratio` estimated / measured; with --jobs 1, `used_on_gpu` less `reserved` is the CUDA
+context. On a CPU the peak is that of all tensors alive at once.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,13 +48,14 @@ MODELS = {
     },
     "qwen3-moe": {
         "hidden-size": "2048", "ffn-hidden-size": "6144", "num-attention-heads": "32",
-        "num-query-groups": "4", "group-query-attention": "true", "kv-channels": "128", "padded-vocab-size": "151936", "qk-layernorm": "true",
+        "num-query-groups": "4", "group-query-attention": "true", "kv-channels": "128",
+        "padded-vocab-size": "151936", "qk-layernorm": "true",
         "num-experts": "128", "moe-ffn-hidden-size": "768", "moe-router-topk": "8", "moe-router-dtype": "fp32",
         "moe-router-load-balancing-type": "none", "untie-embeddings-and-output-weights": "true",
     },
     "deepseek-moe": {
         "hidden-size": "2048", "ffn-hidden-size": "10944", "num-attention-heads": "16", "kv-channels": "128",
-        "padded-vocab-size": "102400", "multi-latent-attention": "true", "kv-lora-rank": "512",
+        "padded-vocab-size": "102400", "multi-latent-attention": "true", "q-lora-rank": "1536", "kv-lora-rank": "512",
         "qk-head-dim": "128", "qk-pos-emb-head-dim": "64", "v-head-dim": "128", "qk-layernorm": "true",
         "rope-type": "rope", "num-experts": "64", "moe-ffn-hidden-size": "1408", "moe-router-topk": "6",
         "moe-shared-expert-intermediate-size": "2816", "moe-router-dtype": "fp32",
@@ -59,8 +65,9 @@ MODELS = {
 TINY = {
     "hidden-size": "256", "ffn-hidden-size": "768", "num-attention-heads": "8", "num-query-groups": "4",
     "kv-channels": "32", "padded-vocab-size": "2048", "num-experts": "8", "moe-ffn-hidden-size": "192",
-    "moe-router-topk": "2", "moe-shared-expert-intermediate-size": "192", "kv-lora-rank": "64", "qk-head-dim": "32",
-    "qk-pos-emb-head-dim": "16", "v-head-dim": "32", "num-layers": "4",
+    "moe-router-topk": "2", "moe-shared-expert-intermediate-size": "192", "q-lora-rank": "96", "kv-lora-rank": "64",
+    "qk-head-dim": "32", "qk-pos-emb-head-dim": "16", "v-head-dim": "32", "num-layers": "4",
+    "moe-layer-freq": "[0]*1+[1]*3",
 }  # fmt: skip
 
 
@@ -187,16 +194,26 @@ def run_case(name: str, device: str, tiny: bool) -> dict[str, object]:
         measured = torch.cuda.max_memory_allocated() if device == "cuda" else tensors.peak
         reserved = torch.cuda.max_memory_reserved() if device == "cuda" else tensors.peak
         outside = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] if device == "cuda" else 0
-    arch = architecture.read(args_of_model)
-    assert arch is not None
-    own = memory.estimate(arch, Layout(), split(len(arch.layers), 1), work)[0]
+    own = estimated(args_of_model, work)
     return {
         "case": name, "measured": round(measured / memory.GIB, 4), "estimated": round(own.allocated, 4),
         "ratio": round(own.allocated / (measured / memory.GIB), 3), "reserved": round(reserved / memory.GIB, 4),
         "used_on_gpu": round(outside / memory.GIB, 3), "parts": {k: round(v, 4) for k, v in own.parts().items() if v},
-        "parameters": sum(p.numel() for p in net.parameters()), "counted": arch.parameters,
-        "seconds": round(seconds, 2),
+        "parameters": sum(p.numel() for p in net.parameters()), "counted": dimensions(args_of_model).parameters,
+        "seconds": round(seconds, 2), "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }  # fmt: skip
+
+
+def dimensions(args: dict[str, str]) -> architecture.Architecture:
+    arch = architecture.read(args)
+    assert arch is not None
+    return arch
+
+
+def estimated(args: dict[str, str], work: memory.Work) -> memory.Breakdown:
+    arch = dimensions(args)
+    return memory.estimate(arch, Layout(), split(len(arch.layers), 1), work)[0]
 
 
 def typed(args: dict[str, str]) -> dict[str, Any]:
@@ -293,8 +310,6 @@ def eagle3(net: Any, args: Any, work: memory.Work, device: str) -> Any:
 
 def without_transformer_engine() -> None:
     """modelopt's EAGLE plugin takes norm, linear and attention from Transformer Engine: use plain ones."""
-    from contextlib import nullcontext
-
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.post_training.modelopt.layers import Linear
     from modelopt.torch.speculative.plugins import megatron_eagle
@@ -323,8 +338,15 @@ def without_transformer_engine() -> None:
 
 
 def optimizer_on_cpu() -> None:
-    """Megatron's optimizers sort parameters by the type's name and time with CUDA events: answer for the CPU."""
+    """Megatron's DDP, optimizers and recomputation name CUDA streams, types and generators: answer for the CPU."""
     import torch
+
+    cuda: Any = torch.cuda
+    stream = SimpleNamespace(wait_stream=lambda _other: None, record_event=lambda *_args: None)
+    cuda.current_stream = cuda.default_stream = lambda *_args: stream
+    cuda.Stream = lambda *_args, **_named: stream
+    cuda.random.get_rng_state = lambda *_args, **_named: torch.get_rng_state()
+    cuda.random.set_rng_state = lambda *_args, **_named: None
 
     types = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda.FloatTensor"}
     original = torch.Tensor.type
@@ -339,7 +361,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
-    parser.add_argument("--jobs", type=int, default=0, help="cases at once [default: 2 on a GPU, 1 on a CPU]")
+    parser.add_argument("--jobs", type=int, default=0, help="cases at once [default: 5 on a GPU, 1 on a CPU]")
+    parser.add_argument("--budget", type=float, default=100, help="GiB that the cases at work may need together")
     parser.add_argument("--case", help="run this one case in this process")
     parser.add_argument("--only", default="", help="run the cases whose name holds this")
     options = parser.parse_args()
@@ -348,11 +371,36 @@ def main() -> int:
         return 0
     failed = 0
     chosen = [name for name in CASES if options.only in name]
-    with ThreadPoolExecutor(options.jobs or (2 if options.device == "cuda" else 1)) as pool:
-        for line, good in pool.map(lambda name: child(name, options.device, options.tiny), chosen):
+    budget = Budget(options.budget)
+
+    def one(name: str) -> tuple[str, bool]:
+        case = CASES[name]
+        with budget.share(0 if options.tiny else estimated(case.megatron_args(False), case.work).allocated * 1.3):
+            return child(name, options.device, options.tiny)
+
+    with ThreadPoolExecutor(options.jobs or (5 if options.device == "cuda" else 1)) as pool:
+        for line, good in pool.map(one, chosen):
             print(line, flush=True)
             failed += not good
     return min(failed, 1)
+
+
+class Budget:
+    """Lets cases start together only while the GPU has room for all of them."""
+
+    def __init__(self, gib: float) -> None:
+        self.free, self.total, self.changed = gib, gib, threading.Condition()
+
+    @contextmanager
+    def share(self, gib: float) -> Iterator[None]:
+        gib = min(gib, self.total)
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= gib)
+            self.free -= gib
+        yield
+        with self.changed:
+            self.free += gib
+            self.changed.notify_all()
 
 
 def child(name: str, device: str, tiny: bool) -> tuple[str, bool]:

@@ -161,4 +161,5 @@ else
 fi
 export PYTHONPATH=${PYTHONPATH-}
 
+trap 'exit 143' TERM # runs when the command has ended, which gets the signal too
 "${__mlm_command[@]}"

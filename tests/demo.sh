@@ -62,7 +62,7 @@ mlmsub logs "$quantize" | tail -n 12
 
 say "5. What was exported"
 exported=$demo/scratch/megatron_workspace/${model}_export
-run ls -sh "$exported" | sed -e '/model-000[02]/d'
+run ls -sh "$exported" | sed -e '/model-000\(0[2-9]\|[12]\)/d' -e 's/^.*model-00001.*$/&\n      ... 28 more .../'
 cat "$exported/hf_quant_config.json"
 echo
 

@@ -52,6 +52,7 @@ class Place:
 
     host: str = ""
     transport: Literal["auto", "paramiko", "openssh"] = "auto"
+    ssh_config: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class NamedProfile:
 
     @property
     def place(self) -> Place:
-        return Place(self.profile.host, self.profile.transport)
+        return Place(self.profile.host, self.profile.transport, self.profile.ssh_config)
 
 
 def profile_names(user: User) -> list[str]:

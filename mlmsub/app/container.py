@@ -72,7 +72,17 @@ def place(sources: Sources, image: str, scratch: str, values: dict[str, str], *,
     try:
         own = [Mount(sandbox, paths.SANDBOX).checked()] if sandbox else []
         own.append(Mount(scratch, paths.SCRATCH).checked())
-        mounts = tuple(mount.render() for mount in (*own, *map(Mount.parse, sources.profile.mounts)))
+        others = [Mount.parse(text) for text in sources.profile.mounts]
+        for mount in others:
+            if f"{mount.target.rstrip('/')}/" in (
+                "/",
+                "/workspace/",
+                f"{paths.SCRATCH}/",
+                f"{paths.SANDBOX}/",
+                f"{paths.RUN}/",
+            ):
+                raise ValueError(f"{mount.render()!r} would hide what mlmsub mounts at {mount.target}")
+        mounts = tuple(mount.render() for mount in (*own, *others))
     except ValueError as error:
         raise UsageError(f"{error}", fix="change USER_FSW, SANDBOX_DIR or the profile's `mounts`") from None
     return Place(image, mounts, paths.SANDBOX if script else paths.RUN)

@@ -45,6 +45,12 @@ def read(path: Path, given: Mapping[str, str], *, static: bool = False, time_lim
         raise UsageError(f"cannot read the env setup {path}: {error.strerror}") from None
     if doubt := envsetup.doubts(content):
         raise UsageError(f"{path}: {doubt}", fix=f"sed -i -e '1s/^\\xef\\xbb\\xbf//' -e 's/\\r$//' {path}")
+    line = content.strip()
+    if b"\n" not in line and b"=" not in line and line and (path.parent / to_text(line)).is_file():
+        raise UsageError(
+            f"{path} holds nothing but the path {to_text(line)}: it was a symbolic link, and became a text file",
+            fix=f"give {path.parent / to_text(line)} instead, or check the files out again with links",
+        )
     files = {path.name: content}
     reading = None if static else _source(path, given, time_limit)
     if reading is None:

@@ -64,7 +64,7 @@ def sbatch(
     try:
         options["time"] = TimeLimit.parse(options["time"]).render()
     except ValueError as error:
-        raise UsageError(f"--time ({sources.origins['time']}): {error}") from None
+        raise UsageError(f"time ({sources.origins['time']}): {error}") from None
     options |= {"nodes": str(nodes), "ntasks-per-node": str(tasks_per_node)}
     gpus = ":".join(filter(None, (profile.gpu_type, str(profile.gpus_per_node))))
     if profile.gpu_request != "none":
@@ -90,7 +90,8 @@ def sbatch_args(sources: Sources) -> tuple[str, ...]:
             raise UsageError(f"--sbatch-arg {argument!r}: write one option with its value, such as --comment=x")
         if managed := script.managed_option(argument):
             raise UsageError(
-                f"--sbatch-arg {argument!r}: --{managed} is decided elsewhere", fix=f"use {script.MANAGED[managed]}"
+                f"--sbatch-arg {argument!r}: --{managed} is decided elsewhere",
+                fix=f"it is decided by {script.MANAGED[managed]}",
             )
         _expressible("--sbatch-arg", argument)
     return arguments

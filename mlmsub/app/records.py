@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ class Record:
     scheduler: str
     host: str
     transport: Literal["auto", "paramiko", "openssh"]
+    ssh_config: str
     runs_root: str
     run_dir: str
     stage: str
@@ -38,15 +39,18 @@ class Record:
     @property
     def place(self) -> Place:
         """Where the run is; never another host than the one that it was submitted to."""
-        return Place(self.host, self.transport)
+        return Place(self.host, self.transport, self.ssh_config)
 
 
 def shared(record: Record) -> bytes:
     """What goes into the run directory, so that another machine can find the run: all but this machine's own view."""
     data = asdict(record)
-    for name in ("profile", "host", "transport", "job_id"):
+    for name in (*_OWN_VIEW, "job_id"):
         del data[name]
     return json.dumps(data, indent=1).encode() + b"\n"
+
+
+_OWN_VIEW = ("profile", "host", "transport", "ssh_config")  # this machine's, not the run's
 
 
 class Records:
@@ -69,8 +73,7 @@ class Records:
 
     def adopt(self, data: dict[str, Any], place: Place, profile: str, job_id: str) -> Record:
         """A run that another machine submitted, from what it left in the run directory."""
-        here = {"profile": profile, "host": place.host, "transport": place.transport, "job_id": job_id}
-        record = _record(data | here)
+        record = _record(data | dict(zip(_OWN_VIEW, (profile, *astuple(place)), strict=True)) | {"job_id": job_id})
         self.save(record)
         return record
 
@@ -97,7 +100,9 @@ class Records:
     def find(self, word: str) -> Record:
         """The run with this id, beginning of an id, or job id; `last` is the newest. UsageError otherwise."""
         records = self.all()
-        if word == "last" and records:
+        if word == "last":
+            if not records:
+                raise UsageError("no runs yet", fix="`mlmsub submit` makes one")
             return records[0]
         exact = [r for r in records if r.run_id == word or r.job_id == word]
         found = exact or [r for r in records if r.run_id.startswith(word)]
@@ -110,4 +115,6 @@ class Records:
 
 def _record(data: dict[str, Any]) -> Record:
     known = {f.name for f in fields(Record)}
-    return Record(**{"transport": "auto"} | {key: value for key, value in data.items() if key in known})
+    return Record(
+        **{"transport": "auto", "ssh_config": ""} | {key: value for key, value in data.items() if key in known}
+    )

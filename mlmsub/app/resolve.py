@@ -19,6 +19,8 @@ from mlmsub.core.issues import Issue, warning
 from mlmsub.core.quoting import is_name
 from mlmsub.core.spec import ON_CLUSTER, EnvSetup, Parent, RunSpec
 
+_NOT_TO_SET = dict.fromkeys(("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"), "bash does not let it be set")
+_NOT_TO_SET["SANDBOX_ENV_SETUP"] = "use --env-setup"
 DEFAULT_SETUP = "env_setup_template.sh"  # the reference's, in the working directory
 
 
@@ -31,6 +33,7 @@ class Resolved:
     issues: tuple[Issue, ...]
     values: dict[str, str]  # variables as the job will see them, as far as known
     secrets: dict[str, str]
+    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,14 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         defaults=defaults,
         conf_name=conf.file_name if conf else "",
         conf=conf.text if conf else "",
-        outputs=(stage.writes,) if stage.native and stage.writes else (),
+        outputs=(stage.writes,) if stage.writes else (),
         install=request.install,
         runs_root=container.runs_root(sources),
         slurm_bin=profile.slurm_bin,
         pass_env=profile.pass_env,
         secret_names=profile.secret_names,
         parents=links,
+        allow=request.allow,
         origins=sources.origins,
     )
     secrets = {name: value for name in profile.secret_names if (value := values.get(name) or user.get(name))}
@@ -128,7 +132,9 @@ def _checked(
     found: list[Issue],
 ) -> Resolved:
     _no_secrets(spec, secrets)
-    return Resolved(spec, named, (*found, *checks.run(spec, layers.setup.reading, values)), values, secrets)
+    reading = layers.setup.reading
+    issues = (*found, *checks.run(spec, reading, values, named.profile))
+    return Resolved(spec, named, issues, values, secrets, reading)
 
 
 def _no_secrets(spec: RunSpec, secrets: Mapping[str, str]) -> None:
@@ -155,7 +161,9 @@ def _values(sources: Sources) -> _Values:
     if checkpoint and "HF_MODEL_CKPT" not in profile_env:  # the one value that the reference's --export passes
         profile_env["HF_MODEL_CKPT"] = checkpoint
         sources.origins["HF_MODEL_CKPT"] = origin
-    return _Values(profile_env, _setup(sources, profile_env), _overrides(sources.request.overrides))
+    secrets = {name: value for name in sources.profile.secret_names if (value := sources.user.get(name))}
+    setup = _setup(sources, {**profile_env, **secrets})
+    return _Values(profile_env, setup, _overrides(sources.request.overrides))
 
 
 def _setup(sources: Sources, given: dict[str, str]) -> envfile.ReadSetup:
@@ -188,9 +196,11 @@ def _overrides(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not is_name(name):
-            raise UsageError(f"--set {text!r}: write NAME=VALUE")
+            raise UsageError(f"--set {text!r}: write NAME=VALUE; a name has letters, digits and _")
         if name.startswith(("MLMSUB_", "SLURM_")):
             raise UsageError(f"--set {name}: names that start with MLMSUB_ or SLURM_ are not yours to set")
+        if name in _NOT_TO_SET:
+            raise UsageError(f"--set {name}: {_NOT_TO_SET[name]}")
         found[name] = value
     return found
 

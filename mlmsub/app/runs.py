@@ -64,7 +64,7 @@ def discover(user: User, named: NamedProfile, records: Records, transport: Trans
     answer = transport.run(jobs.script("list", runs_root=root, limit=str(limit))).stdout.decode(errors="replace")
     known = {record.run_id: record for record in records.all()}
     found = []
-    for line in answer.splitlines():
+    for line in reversed(answer.splitlines()):  # the newest last, as if submitted here
         job_id, _, text = line.partition("|")
         try:
             data = json.loads(text)
@@ -72,11 +72,15 @@ def discover(user: User, named: NamedProfile, records: Records, transport: Trans
         except (ValueError, TypeError, KeyError):
             continue  # another version's, or not whole
         found.append(record)
-    return found
+    return found[::-1]
 
 
-def cancel(runs: Sequence[Record], connect: Connect) -> None:
-    """Cancel the runs and remove their secrets. Raises SchedulerRefused with what scancel said."""
+def cancel(runs: Sequence[Record], connect: Connect) -> list[Record]:
+    """Cancel the runs, remove their secrets, and return those that had ended already.
+
+    Raises SchedulerRefused with what scancel said.
+    """
+    ended = []
     for group in _by_cluster(runs):
         script = jobs.script(
             "cancel",
@@ -85,9 +89,11 @@ def cancel(runs: Sequence[Record], connect: Connect) -> None:
             runs=jobs.run_lines([(_job(run), run.run_dir) for run in group]),
         )
         answer = connect(group[0]).run(script).stdout.decode(errors="replace")
-        refused = [line.partition("|") for line in answer.splitlines() if line.partition("|")[2]]
-        if refused:
-            raise SchedulerRefused("; ".join(f"job {job}: {said}" for job, _, said in refused), command="scancel")
+        said = {job: text for job, _, text in (line.partition("|") for line in answer.splitlines())}
+        ended += [run for run in group if said.get(run.job_id) == "ended"]
+        if refused := {job: text for job, text in said.items() if text not in ("", "ended")}:
+            raise SchedulerRefused("; ".join(f"job {j}: {text}" for j, text in refused.items()), command="scancel")
+    return ended
 
 
 def log(
@@ -115,7 +121,7 @@ def _job(run: Record) -> str:
 
 def _by_cluster(runs: Iterator[Record] | Sequence[Record]) -> Iterator[list[Record]]:
     def place(run: Record) -> tuple[str, ...]:
-        return (run.host, run.transport, run.scheduler, run.cluster, run.slurm_bin)
+        return (run.host, run.transport, run.ssh_config, run.scheduler, run.cluster, run.slurm_bin)
 
     for _, group in groupby(sorted(runs, key=place), key=place):
         yield list(group)

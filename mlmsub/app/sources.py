@@ -29,6 +29,7 @@ class Request:
     sbatch_args: tuple[str, ...] = ()
     install: str = ""
     static: bool = False
+    allow: tuple[str, ...] = ()
 
 
 @dataclass

@@ -11,7 +11,7 @@ from mlmsub.app import resources
 from mlmsub.app.records import Record, Records, shared
 from mlmsub.app.resolve import Resolved
 from mlmsub.core import bundle, paths
-from mlmsub.core.errors import ChecksFailed, SchedulerRefused, UsageError
+from mlmsub.core.errors import ChecksFailed, MlmsubError, UsageError
 from mlmsub.core.spec import RunSpec
 from mlmsub.slurm import jobs
 from mlmsub.transport import Transport
@@ -47,6 +47,7 @@ def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepa
             scheduler=spec.scheduler,
             host=named.profile.host,
             transport=named.profile.transport,
+            ssh_config=named.profile.ssh_config,
             runs_root=spec.runs_root,
             run_dir=run.dir,
             stage=spec.stage,
@@ -93,8 +94,8 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
     result = transport.run(jobs.script("submit", **_parameters(spec, record)), stdin=archive)
     try:
         job_id, existed = jobs.parse_submission(result.stdout.decode(errors="replace"))
-    except SchedulerRefused as refused:
-        if not refused.may_exist:
+    except MlmsubError as refused:
+        if not getattr(refused, "may_exist", False):
             records.forget(record)
         raise
     return records.submitted(record, job_id), existed
@@ -126,5 +127,6 @@ def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:
         "ntasks": str(spec.ntasks),
         "job_name": spec.job_name,
         "stamp": record.stamp,
-        "parents": " ".join(parent.run_dir for parent in spec.parents),
+        "parents": "".join(f"{parent.run_dir}\n" for parent in spec.parents),
+        "script": spec.script_file,
     }

@@ -61,6 +61,7 @@ class Connections:
         return transport.open(
             place.host,
             place.transport,
+            ssh_config=place.ssh_config or None,
             prompter=Terminal() if asks else None,
             no_prompt=not asks,
             accept_new=self.trust.accept_new,

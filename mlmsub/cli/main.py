@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mlmsub import __version__
-from mlmsub.cli import completion, output
+from mlmsub.cli import completion, confs, output
 from mlmsub.cli.connect import Trust
 from mlmsub.core.errors import MlmsubError
 from mlmsub.transport.errors import TransportError
@@ -22,7 +22,12 @@ app = typer.Typer(
 )
 profiles = typer.Typer(help="The clusters that you can submit to.", no_args_is_help=True)
 app.add_typer(profiles, name="profile")
+app.add_typer(confs.app, name="conf")
 
+Allow = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="CODE", help="Submit in spite of this error (docs/rules.md); may be repeated."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print data as JSON.")]
 NoPrompt = Annotated[bool, typer.Option("--no-prompt", help="Never ask; fail at once where a question is needed.")]
 AcceptNew = Annotated[bool, typer.Option("--accept-new", help="Accept the key of a host that was never met before.")]
@@ -92,11 +97,11 @@ def submit(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."),
     ] = None,
-    nodes: Annotated[str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes [default: 1].")] = "",
+    nodes: Annotated[str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes (default: 1).")] = "",
     time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "",
     partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
     account: Annotated[str, typer.Option(help="Slurm account.")] = "",
-    job_name: Annotated[str, typer.Option(help="Job name [default: STAGE-MODEL].")] = "",
+    job_name: Annotated[str, typer.Option(help="Job name (default: STAGE-MODEL).")] = "",
     after: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,6 +117,7 @@ def submit(
         typer.Option(metavar="FILE", help="pip install this requirements file of the container, once per node."),
     ] = "",
     static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
+    allow: Allow = None,
     from_: Annotated[
         str, typer.Option("--from", metavar="RUN.YAML", help="Submit what another run's run.yaml says.")
     ] = "",
@@ -129,7 +135,7 @@ def submit(
         verb.Options(
             stage=stage, args=tuple(args or ()), profile=profile, env_setup=env_setup, overrides=tuple(set_ or ()),
             nodes=nodes, time=time, partition=partition, account=account, job_name=job_name, after=tuple(after or ()),
-            sbatch_args=tuple(sbatch_arg or ()), install=install, static=static,
+            sbatch_args=tuple(sbatch_arg or ()), install=install, static=static, allow=tuple(allow or ()),
         ),
         Trust(no_prompt, accept_new), from_file=from_, new=new, dry_run=dry_run, watch=watch, as_json=json_,
     )  # fmt: skip
@@ -196,9 +202,9 @@ def fetch(
     run: Run,
     patterns: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PATTERN]...", help="Such as 'logs/*' [default] or 'EXPORT_DIR/*.json'."),
+        typer.Argument(metavar="[PATTERN]...", help="Such as 'logs/*' (default) or 'EXPORT_DIR/*.json'."),
     ] = None,
-    to: Annotated[str, typer.Option("--to", "-o", metavar="FOLDER", help="Where to [default: ./RUN].")] = "",
+    to: Annotated[str, typer.Option("--to", "-o", metavar="FOLDER", help="Where to (default: ./RUN).")] = "",
     no_prompt: NoPrompt = False,
     accept_new: AcceptNew = False,
 ) -> None:

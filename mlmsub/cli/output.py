@@ -18,6 +18,9 @@ _COLOURS = {
 }  # fmt: skip
 
 
+HIDDEN = "***"
+
+
 def styled(text: str, style: str, *, stream: object = None) -> str:
     """The text in the style's colour where a terminal shows it."""
     isatty = getattr(stream or sys.stdout, "isatty", lambda: False)
@@ -94,17 +97,19 @@ class Progress:
 class LogPrinter:
     """Prints a log for a person: what several ranks say alike stands once, with how many said it.
 
-    srun labels each line `rank: text`. Lines of the same text that follow each other are gathered; a line waits for
-    others of its kind at most HOLD seconds. `rank` keeps one rank's lines only, without the label.
+    srun labels each line `rank: text`. Equal lines of several ranks are gathered as long as each rank's own lines stay
+    in order; a line waits for others of its kind at most HOLD seconds. `rank` keeps one rank's lines only, unlabelled.
     """
 
     HOLD = 0.7
+    MOST = 200  # lines held back
     _LABELLED = re.compile(r" *(\d+): (.*)", re.DOTALL)
 
     def __init__(self, rank: int | None = None) -> None:
         self.received = 0  # bytes, to go on from after a lost connection
         self._rest, self._rank = b"", rank
-        self._text, self._ranks = "", list[str]()
+        self._groups: list[tuple[str, list[str]]] = []  # text, ranks: what is held back
+        self._last: dict[str, int] = {}  # rank -> the last group that it is in
         self._lock, self._timer = threading.Lock(), threading.Timer(0, lambda: None)
 
     def feed(self, data: bytes) -> None:
@@ -138,16 +143,25 @@ class LogPrinter:
             if match and int(match[1]) == self._rank:
                 print(match[2])
             return
-        rank, text = (match[1], match[2].rpartition("\r")[2]) if match else ("", line)
-        if not match or text != self._text or rank in self._ranks:
-            self._flush()
         if match:
-            self._text, self._ranks = text, [*self._ranks, rank]
+            self._gather(match[1], match[2].rpartition("\r")[2])
         else:
+            self._flush()
             print(styled(line, "bold") if line.startswith("===") else line)
 
+    def _gather(self, rank: str, text: str) -> None:
+        first = self._last.get(rank, -1) + 1
+        index = next((i for i in range(first, len(self._groups)) if self._groups[i][0] == text), len(self._groups))
+        if index == len(self._groups):
+            if index >= self.MOST:
+                self._flush()
+                index = 0
+            self._groups.append((text, []))
+        self._groups[index][1].append(rank)
+        self._last[rank] = index
+
     def _flush(self) -> None:
-        if self._ranks:
-            who = self._ranks[0] if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"
-            print(f"{styled(f'{who}:', 'dim')} {self._text}")
-        self._text, self._ranks = "", []
+        for text, ranks in self._groups:
+            who = ranks[0] if len(ranks) == 1 else f"{len(ranks)} ranks"
+            print(f"{styled(f'{who}:', 'dim')} {text}")
+        self._groups, self._last = [], {}

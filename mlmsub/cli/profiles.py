@@ -27,12 +27,14 @@ def list_profiles(*, as_json: bool) -> None:
 
 def show_profile(name: str, *, as_json: bool) -> None:
     found = config.load_profile(config.User.current(), name)
+    profile = found.profile
+    shown_env = {name: output.HIDDEN if name in profile.secret_names else v for name, v in profile.env.items()}
     if as_json:
-        output.print_json({"name": found.name, "source": found.source} | asdict(found.profile))
+        output.print_json({"name": found.name, "source": found.source} | asdict(profile) | {"env": shown_env})
         return
     print(f"{output.styled(found.name, 'bold')}  {found.source}")
-    for key, value in found.profile.said().items():
-        shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+    for key, value in profile.said().items():
+        shown = ", ".join(f"{k}={v}" for k, v in shown_env.items()) if key == "env" else value
         print(f"  {key}: {', '.join(shown) if isinstance(shown, tuple) else shown}")
 
 

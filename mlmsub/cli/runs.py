@@ -53,13 +53,13 @@ def _print_states(found: list[Record], records: Records, connections: Connection
         return
     rows = [_row(run, states[run.run_id]) for run in found]
     styles = [states[run.run_id].state for run in found]
-    output.print_table(("run", "state", "job", "profile", "nodes", "elapsed", "exit", "reason"), rows, styles)
+    output.print_table(("run", "state", "job", "name", "nodes", "elapsed", "exit", "reason"), rows, styles)
 
 
 def _row(run: Record, state: JobState) -> tuple[str, ...]:
     over = state.exit_code is not None and state.state not in ("pending", "running")
     code = str(state.exit_code) if over else ""
-    return (run.run_id, state.state, run.job_id, run.profile, str(run.nodes), state.elapsed, code, state.reason)
+    return (run.run_id, state.state, run.job_id, run.job_name, str(run.nodes), state.elapsed, code, state.reason)
 
 
 def show(word: str, trust: Trust, *, as_json: bool) -> None:
@@ -108,9 +108,9 @@ def cancel(words: list[str], trust: Trust) -> None:
     records = _records()
     found = [records.find(word) for word in words]
     with Connections(trust) as connections:
-        runs.cancel(found, lambda run: connections.to(run.place))
+        ended = runs.cancel(found, lambda run: connections.to(run.place))
     for run in found:
-        print(f"{run.run_id}: cancelled job {run.job_id}")
+        print(f"{run.run_id}: {'had ended already' if run in ended else f'cancelled job {run.job_id}'}")
 
 
 def fetch(word: str, patterns: Sequence[str], target: str, trust: Trust) -> None:

@@ -78,14 +78,17 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
         output.print_json({
             "run_id": record.run_id, "run_dir": record.run_dir, "content_hash": record.content_hash,
             "issues": _data(resolved.issues), "values": _public(resolved), "origins": resolved.spec.origins,
+            "variable_origins": {name: _origin(resolved, name) for name in _public(resolved)},
             "files": {path: content.decode(errors="replace") for path, content in files.items()},
             "secret_files": sorted(prepared.bundle.secrets),
             "runtime_files": len(prepared.bundle.files) - len(files),
         })  # fmt: skip
         return
     spec = resolved.spec
-    print(f"{output.styled(record.job_name, 'bold')}  {spec.nodes} nodes x {spec.tasks_per_node} tasks, "
-          f"{spec.gpus_per_node} GPUs each, {spec.launcher}; nothing is sent")  # fmt: skip
+    shape = f"{_count(spec.nodes, 'node')} x {_count(spec.tasks_per_node, 'task')}"
+    print(
+        f"{output.styled(record.job_name, 'bold')}  {shape}, {_count(spec.gpus_per_node, 'GPU')} each, {spec.launcher}"
+    )
     print(f"run directory  {record.run_dir}")
     rows = [(name, value, _origin(resolved, name)) for name, value in _public(resolved).items()]
     output.print_table(("variable", "value", "from"), [(n, _short(v), o) for n, v, o in sorted(rows)])
@@ -108,24 +111,26 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
 
 
 def _origin(resolved: Resolved, name: str) -> str:
-    spec, value = resolved.spec, resolved.values[name]
-    for values, origin in (
-        (spec.overrides, "--set"),
-        (spec.defaults, "default"),
-        (spec.profile_env, "profile"),
-    ):
-        if values.get(name) == value:
-            return spec.origins.get(name, origin)
-    return "env setup"
+    """Where a variable's value comes from, as far as it is not the env setup's."""
+    spec, value = resolved.spec, resolved.values.get(name)
+    for values, origin in ((spec.overrides, "--set"), (spec.defaults, "default"), (spec.profile_env, "profile")):
+        if values.get(name) == value and value is not None:
+            return spec.origins.get(name, origin) if origin != "--set" else origin
+    return "environment, secret" if value is None else "env setup"
 
 
 def _public(resolved: Resolved) -> Mapping[str, str]:
-    """The values without those that are secret, by name or by content."""
+    """The values that the job gets, without those that are secret, by name or by content."""
     secrets = resolved.secrets
+    values = {**dict.fromkeys(secrets, ""), **resolved.values}
     return {
-        name: "***" if name in secrets or any(secret in value for secret in secrets.values()) else value
-        for name, value in resolved.values.items()
+        name: output.HIDDEN if name in secrets or any(text in value for text in secrets.values() if text) else value
+        for name, value in values.items()
     }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _short(value: str) -> str:

@@ -218,11 +218,13 @@ def _read(args: Mapping[str, str]) -> Architecture:
         and not flag(args, "no-position-embedding") and not flag(args, "use-rotary-position-embeddings") else 0,
         mla=mla, q_lora=number("q-lora-rank"), kv_lora=number("kv-lora-rank", 512 if mla else 0),
         qk_head=number("qk-head-dim", 128), qk_rope=number("qk-pos-emb-head-dim", 64), v_head=number("v-head-dim", 128),
-        experts=experts, topk=number("moe-router-topk", 2 if experts else 0), moe_ffn=number("moe-ffn-hidden-size", ffn),
+        experts=experts, topk=number("moe-router-topk", 2 if experts else 0),
+        moe_ffn=number("moe-ffn-hidden-size", ffn),
         shared_ffn=number("moe-shared-expert-intermediate-size"), shared_gate=flag(args, "moe-shared-expert-gate"),
         latent=number("moe-latent-size"),
         mamba_heads=number("mamba-num-heads", 2 * hidden // mamba_dim) if "M" in layers else 0,
-        mamba_head_dim=mamba_dim, mamba_groups=number("mamba-num-groups", 8), mamba_state=number("mamba-state-dim", 128),
+        mamba_head_dim=mamba_dim, mamba_groups=number("mamba-num-groups", 8),
+        mamba_state=number("mamba-state-dim", 128),
         mtp_layers=number("mtp-num-layers"),
     )  # fmt: skip
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
-from mlmsub.core import paths, stages
+from mlmsub.core import modelconf, paths, rules, stages
 from mlmsub.core.envsetup import Reading
-from mlmsub.core.issues import Issue, error, warning
+from mlmsub.core.facts import Facts, gather
+from mlmsub.core.issues import Issue, error, info, warning
+from mlmsub.core.profile import Profile
 from mlmsub.core.spec import RunSpec
+from mlmsub.core.strict import build, nearest
 
 # exported again by the reference's arguments.sh after it sourced the env setup
 OVERRULED_BY_ARGUMENTS_SH = (
@@ -16,13 +20,56 @@ OVERRULED_BY_ARGUMENTS_SH = (
 IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run(spec: RunSpec, reading: Reading, values: Mapping[str, str]) -> Iterator[Issue]:
+def run(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Iterator[Issue]:
     """All issues of a run. `values` are the variables as the job will see them."""
+    yield from _allowed(spec, _all(spec, reading, values, profile))
+
+
+def facts(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Facts:
+    """What the rules look at. Raises ValueError naming the variable of the layout that is no number."""
+    return gather(spec, model_conf(spec), reading, values, profile)
+
+
+def model_conf(spec: RunSpec) -> modelconf.ModelConf | None:
+    """The model conf that the run ships; None for a `.sh` that says nothing readable, and for `script`."""
+    if spec.conf_name.endswith(".sh"):
+        return modelconf.read_shell(spec.conf, spec.model)
+    if not spec.conf:
+        return None
+    import yaml
+
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    return build(modelconf.ModelConf, yaml.load(spec.conf, Loader=loader), spec.conf_name)
+
+
+def _all(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Iterator[Issue]:
     yield from _stage(spec)
     yield from _place(spec)
     yield from _env_setup(spec, reading)
+    yield from _local(spec, values)
     if spec.native:
         yield from _paths(spec, reading, values)
+    try:
+        known = facts(spec, reading, values, profile)
+    except ValueError as problem:
+        severity = warning if reading.unsure else error
+        yield severity("layout-value", str(problem).partition(" ")[0], str(problem).partition(" ")[2])
+        return
+    # a script of the user's may do otherwise than the example of its name, a shell conf otherwise than it reads
+    yield from rules.check(known, unsure=reading.unsure or not spec.native or spec.conf_name.endswith(".sh"))
+
+
+def _allowed(spec: RunSpec, found: Iterable[Issue]) -> Iterator[Issue]:
+    """Errors that the user allows become warnings; the spec records which."""
+    unused = dict.fromkeys(spec.allow)
+    for issue in found:
+        if issue.severity == "error" and issue.code in spec.allow:
+            unused.pop(issue.code, None)
+            issue = replace(issue, severity="warning", message=f"{issue.message} (allowed)", fix="")
+        yield issue
+    for code in unused:
+        near = "" if code in rules.CODES else nearest(code, rules.CODES)
+        yield info("allow-unused", "--allow", f"there is no error {code!r} here{near}")
 
 
 def _stage(spec: RunSpec) -> Iterator[Issue]:
@@ -49,6 +96,15 @@ def _place(spec: RunSpec) -> Iterator[Issue]:
             f"each of {spec.nodes} nodes will import {spec.image} for itself",
             "import it once: enroot import -o FILE.sqsh docker://...",
         )  # fmt: skip
+
+
+def _local(spec: RunSpec, values: Mapping[str, str]) -> Iterator[Issue]:
+    for name, value in values.items() if spec.scheduler == "local" else ():
+        if any(inside in value for inside in (paths.SCRATCH, paths.SANDBOX)):
+            yield warning(
+                "container-path", name, f"{value!r}: under the profile local there is no container, and no such path",
+                "give this machine's path",
+            )  # fmt: skip
 
 
 def _env_setup(spec: RunSpec, reading: Reading) -> Iterator[Issue]:

@@ -42,10 +42,11 @@ set -T
 trap '__mlm_files[.${BASH_SOURCE[0]:-}]=1 __mlm_was=$__mlm_at __mlm_at="${BASH_SOURCE[0]:-} line $LINENO"' DEBUG
 set -a
 source "$__mlm_setup"
+builtin set +a
 builtin unset -f builtin set trap unset declare printf compgen cd dirname basename realpath readlink
 IFS=$' \t\n'
 trap - DEBUG EXIT
-set +aeufT
+set +eufT
 cd "$__mlm_dir"
 for __mlm in "${!__mlm_files[@]}"; do printf 'file\0%s\0' "${__mlm#.}" >&3; done
 for __mlm in $(compgen -A arrayvar); do

@@ -3,6 +3,7 @@
 MlmsubError
 |- UsageError         2  the command or a file it names is wrong
 |- ChecksFailed       3  the run was understood, and cannot work
+|- ClusterLacks       3  the same, found out on the cluster: an image, a mount, space
 |- TransportError     4  the cluster was not reached (mlmsub.transport.errors)
 |- SchedulerRefused   5  Slurm said no
 `- JobFailed          6  the job ran, and failed
@@ -41,6 +42,12 @@ class ChecksFailed(MlmsubError):
         errors = [issue for issue in issues if issue.severity == "error"]
         super().__init__(f"{len(errors)} error{'s' if len(errors) != 1 else ''}; nothing was submitted")
         self.issues = tuple(issues)
+
+
+class ClusterLacks(MlmsubError):
+    """Something that the run needs is not there on the cluster; nothing was submitted."""
+
+    exit_code = 3
 
 
 class SchedulerRefused(MlmsubError):

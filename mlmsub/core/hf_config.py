@@ -146,7 +146,7 @@ def _qwen3_moe(r: _Reader) -> None:
     dense = set(r.get("mlp_only_layers", []))
     step = r.get("decoder_sparse_step", 1)
     _experts(
-        r, r.need("num_experts"),
+        r, r.get("num_experts") or r.need("num_local_experts"),  # transformers 5 writes the second name
         [int(i not in dense and (i + 1) % step == 0) for i in range(r.need("num_hidden_layers"))],
     )  # fmt: skip
 
@@ -263,7 +263,7 @@ def _nemotron_h(r: _Reader) -> None:
 
 
 FAMILIES: dict[str, Callable[[_Reader], None]] = {
-    "llama": _llama, "mistral": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
+    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "kimi_k2": _deepseek, "llama4_text": _llama4,
     "gpt_oss": _gpt_oss, "nemotron": _nemotron, "nemotron_h": _nemotron_h,
 }  # fmt: skip

@@ -246,8 +246,8 @@ def _even_or_ends(layers: int, pp: int) -> str:
     if found := ends(layers, pp):
         first, last = found
         example = f"--decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers {last}"
-        inner = (layers - first - last) // (pp - 2)
-        return f"PP may be {even}; or keep PP={pp} with {example} ({Pipeline((first, *[inner] * (pp - 2), last)).render()})"
+        shape = Pipeline((first, *[(layers - first - last) // (pp - 2)] * (pp - 2), last)).render()
+        return f"PP may be {even}; or keep PP={pp} with {example} ({shape})"
     if pp == 2 and layers > 2:
         first = -(-layers // 2)
         return f"PP may be {even}; or keep PP=2 with --decoder-first-pipeline-num-layers {first}"

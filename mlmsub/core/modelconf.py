@@ -18,6 +18,7 @@ from mlmsub.core.errors import UsageError
 from mlmsub.core.strict import nearest
 
 _ARGUMENT = re.compile(r"[a-z0-9][a-z0-9-]*")
+_LAST = ("checked", "notes", "unsupported", "restrictions", "config", "megatron_args")
 _ENV_SETUP_NAMES = ("HF_MODEL_CKPT", "TP", "PP", "EP", "ETP", "CP", "EXPORT_DIR")
 
 
@@ -64,18 +65,17 @@ def unknown(name: str, known: list[str], where: str) -> UsageError:
 
 
 def render(conf: ModelConf) -> str:
-    """The conf as YAML text, without the keys that have their default value."""
+    """The conf as YAML text, without the keys that are empty; the long ones come last."""
     lines = []
-    for key in fields(conf):
-        value = getattr(conf, key.name)
-        if key.name not in ("model", "tokenizer", "megatron_args") and not value:
-            continue
-        if isinstance(value, dict):
-            lines += [f"{key.name}:", *(f"  {name}: {_scalar(text)}" for name, text in value.items())]
-        elif isinstance(value, tuple):
-            lines += [f"{key.name}:", *(f"  - {_scalar(text)}" for text in value)]
-        else:
-            lines.append(f"{key.name}: {'true' if value is True else _scalar(value)}")
+    names = [item.name for item in fields(conf)]
+    for key in sorted(names, key=lambda name: _LAST.index(name) if name in _LAST else -1):
+        value = getattr(conf, key)
+        if isinstance(value, dict) and value:
+            lines += [f"{key}:", *(f"  {name}: {_scalar(text)}" for name, text in value.items())]
+        elif isinstance(value, tuple) and value:
+            lines += [f"{key}:", *(f"  - {_scalar(text)}" for text in value)]
+        elif isinstance(value, str | bool) and (value or key in ("model", "tokenizer")):
+            lines.append(f"{key}: {'true' if value is True else _scalar(value)}")
     return "\n".join(lines) + "\n"
 
 

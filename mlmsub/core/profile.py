@@ -23,6 +23,7 @@ class Profile:
     scheduler: Literal["slurm", "local"] = "slurm"
     host: str = ""
     transport: Literal["auto", "paramiko", "openssh"] = "auto"
+    ssh_config: str = ""
     slurm_bin: str = ""
     prelude: str = ""
     cluster: str = ""
@@ -33,6 +34,7 @@ class Profile:
     gpus_per_node: int = 8
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     gpu_type: str = ""
+    gpu_memory: int = 0  # GB of one GPU; 0 = as its gpu_type has
     cpus_per_task: int = 0
     mem: str = "0"
     exclusive: bool = True
@@ -74,6 +76,8 @@ class Profile:
             for name in names:
                 if not is_name(name):
                     raise ValueError(f"{key}: {name!r} is not a variable's name")
+        if any("\0" in value for value in self.env.values()):
+            raise ValueError("env: a variable cannot hold NUL")
         for key in ("scratch", "runs_root", "slurm_bin"):
             path = getattr(self, key)
             if path and not path.startswith("/"):

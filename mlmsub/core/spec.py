@@ -83,6 +83,7 @@ class RunSpec:
     pass_env: tuple[str, ...] = ()
     secret_names: tuple[str, ...] = ()
     parents: tuple[Parent, ...] = ()
+    allow: tuple[str, ...] = ()  # codes of errors that the user overrides
     origins: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -93,6 +94,13 @@ class RunSpec:
     @property
     def ntasks(self) -> int:
         return self.nodes * self.tasks_per_node
+
+    @property
+    def script_file(self) -> str:
+        """The user's script on the cluster, if it is one of the sandbox; else ""."""
+        sandbox = next((m.split(":")[0] for m in self.mounts if m.split(":")[1] == paths.SANDBOX), self.workdir)
+        relative = not self.native and self.args[0].endswith(".sh") and not self.args[0].startswith("/")
+        return f"{sandbox}/{self.args[0]}" if relative else ""
 
     def run_dir_inside(self, run: paths.RunPaths) -> str:
         """The run directory as the job's processes see it: mounted in a container, else itself."""

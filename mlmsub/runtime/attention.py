@@ -1,11 +1,13 @@
-"""Core attention and norms on plain torch, for processes without Transformer Engine."""
+"""Attention that Megatron-Core lacks: on plain torch without Transformer Engine, and DeepSeek-V2-Lite's queries."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc]
@@ -74,3 +76,20 @@ def torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm
+
+
+class FullRankMLASelfAttention(MLASelfAttention):  # type: ignore[misc]
+    """Latent attention whose queries have no low rank, and so no norm (``q_lora_rank: null``, DeepSeek-V2-Lite).
+
+    megatron-core 0.19.2 knows norms for queries and keys together only: it refuses the spec, or would put a norm
+    before the query projection that the model does not have. modelopt looks for "MLASelfAttention" in the name.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }

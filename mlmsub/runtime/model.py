@@ -1,5 +1,6 @@
 """Build the GPTModel of a model conf, ready to take weights."""
 
+import copy
 import importlib
 import os
 from argparse import Namespace
@@ -37,6 +38,7 @@ def build(args: Namespace, conf: ModelConf, device: str) -> Any:
         raise StageError("model conf", "hybrid models and --spec are not built by this stage yet.")
     model_config = gpt_config_from_args(args, config)
     model_config.transformer_layer_spec = _layer_spec
+    model_config.rope_scaling_factor = args.rope_scaling_factor  # gpt_config_from_args of 0.19.2 leaves it at 8
     groups = ProcessGroupCollection.use_mpu_process_groups()
     try:
         with torch.device("meta" if args.init_model_with_meta_device else device):
@@ -66,11 +68,39 @@ def _layer_spec(model_config: Any) -> Any:
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.post_training.modelopt.gpt.model_specs import get_gpt_modelopt_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from mlmsub.runtime.attention import FullRankMLASelfAttention, TorchAttention
 
     spec = get_gpt_modelopt_spec(model_config.transformer, local_core_attention=not HAVE_TE, remap_te_layernorm=True)
-    if not HAVE_TE:
-        from mlmsub.runtime.attention import TorchAttention
-
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = TorchAttention
+    transformer = model_config.transformer
+    spec.layer_specs = [
+        _without_l2_norm(layer) if transformer.qk_l2_norm and skips_rope else layer
+        for layer, skips_rope in zip(spec.layer_specs, _layers_without_rope(transformer), strict=False)
+    ]
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        if not HAVE_TE:
+            attention.core_attention = TorchAttention
+        if transformer.multi_latent_attention and transformer.q_lora_rank is None:
+            layer.submodules.self_attention.module = FullRankMLASelfAttention
+            attention.q_layernorm = IdentityOp
     return spec
+
+
+def _layers_without_rope(config: Any) -> list[bool]:
+    """For this pipeline stage's layers and on: is each one without rotary embedding?"""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    skips = config.no_rope_freq or [0] * config.num_layers  # the config has made a list of a number
+    return [bool(skip) for skip in skips[get_transformer_layer_offset(config) :]]
+
+
+def _without_l2_norm(layer: Any) -> Any:
+    """Llama 4 norms queries and keys only where it rotates them; Megatron's --qk-l2-norm knows all layers or none."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    layer = copy.deepcopy(layer)
+    attention = layer.submodules.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = IdentityOp
+    return layer

@@ -22,6 +22,9 @@ class ModelConf:
     megatron_args: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
+    restrictions: dict[str, str] = field(default_factory=dict)
+    aliases: list[str] = field(default_factory=list)
+    family: str = ""
     notes: list[str] = field(default_factory=list)
     checked: str = ""
     shell_args: tuple[str, ...] = ()
@@ -75,6 +78,7 @@ def _from_yaml(file: Path) -> ModelConf:
     types = {
         "model": str, "tokenizer": str, "trust_remote_code": bool, "source_format": str,
         "megatron_args": dict, "config": dict, "unsupported": dict, "notes": list, "checked": str,
+        "restrictions": dict, "aliases": list, "family": str,
     }  # fmt: skip
     for key, value in data.items():
         if key not in types:

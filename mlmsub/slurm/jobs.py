@@ -114,7 +114,8 @@ def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
         never = end[0] == "never"
         state = "cancelled" if never or exit_code == 143 else "succeeded" if exit_code == 0 else "failed"
         return JobState(state, "", "a run it waits for failed" if never else "", exit_code, source="files")
-    return JobState("unknown", reason="no trace: run directory gone" if "gone" in facts else "")
+    reason = "its run directory is gone" if "gone" in facts else "neither squeue, sacct nor its own files know it"
+    return JobState("unknown", reason=reason)
 
 
 def _settle(state: State, exit_code: int | None) -> State:

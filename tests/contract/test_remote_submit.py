@@ -33,7 +33,8 @@ class Submission:
         self.dir = Path(run.dir)
         given = {
             "run_dir": run.dir, "scheduler": "slurm", "slurm_bin": "", "clusters": "", "pass_env": "", "image": "",
-            "sources": "", "ntasks": "2", "job_name": "j", "stamp": "20261130-120000", "parents": "",
+            "sources": "", "script": "", "cluster_setup": "", "ntasks": "2", "job_name": "j", "stamp": "20261130-120000",
+            "parents": "",
         }  # fmt: skip
         done = cluster.run("submit", tar(run) if stdin is None else stdin, env, umask, **(given | parameters))
         assert done.returncode == 0, done.stderr
@@ -218,6 +219,38 @@ def test_the_profile_says_where_sbatch_is(cluster: Cluster) -> None:
     (elsewhere / "sbatch").write_text("#!/bin/sh\necho 77\n")
     (elsewhere / "sbatch").chmod(0o755)
     assert Submission(cluster, slurm_bin=str(elsewhere)).answer == {"job": "77"}
+
+
+def test_a_script_that_is_not_there(cluster: Cluster) -> None:
+    made = Submission(cluster, script="/none/run it.sh")
+    assert (made.answer["refused"], made.answer["at"]) == ("no-script", "/none/run it.sh")
+    assert made.nothing_is_left()
+
+
+def test_an_env_setup_that_lies_on_the_cluster_is_copied(cluster: Cluster) -> None:
+    (cluster.home / "my env.sh").write_text("TP=8\n")
+    made = Submission(cluster, cluster_setup=f"{cluster.home}/my env.sh")
+    assert (made.dir / "env/setup.sh").read_text() == "TP=8\n"
+
+
+def test_an_env_setup_that_is_not_on_the_cluster(cluster: Cluster) -> None:
+    made = Submission(cluster, cluster_setup="/none/env.sh")
+    assert (made.answer["refused"], made.answer["at"]) == ("no-setup", "/none/env.sh")
+    assert made.nothing_is_left()
+
+
+@pytest.mark.parametrize(("end", "refused"), [("7 1 0", True), ("never 1 0", True), ("0 1 0", False), (None, False)])
+def test_a_parent_that_has_failed_already(cluster: Cluster, end: str | None, refused: bool) -> None:
+    parent = cluster.scratch / "a parent"
+    (parent / "state").mkdir(parents=True)
+    if end:
+        (parent / "state/end").write_text(f"{end}\n")
+    made = Submission(cluster, parents=f"{parent}\n")
+    if refused:
+        assert (made.answer["refused"], made.answer["at"]) == ("parent-failed", "a parent")
+        assert made.nothing_is_left()
+    else:
+        assert made.answer == {"job": "123"}
 
 
 # --- never twice -------------------------------------------------------------------------------------

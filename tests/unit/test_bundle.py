@@ -187,12 +187,6 @@ def test_a_secret_that_is_quoted_in_the_env_setup() -> None:
     assert holding(made, "pass\\$word") == []
 
 
-@pytest.mark.xfail(strict=True, reason="B28: prelude and sbatch arguments are not looked at")
-@pytest.mark.parametrize("change", [{"prelude": f"export T={TOKEN}"}, {"sbatch_args": (f"--comment={TOKEN}",)}])
-def test_a_secret_that_would_stand_in_the_job_script(change: dict[str, Any]) -> None:
-    assert holding(built(run_spec(**change), HF_TOKEN=TOKEN), TOKEN) == []
-
-
 def test_a_secret_of_which_another_value_wins() -> None:
     setup = EnvSetup("/h/s.sh", {"s.sh": "HF_TOKEN=hf_of_the_setup\n"})
     made = built(run_spec(setup=setup, overrides={"HF_TOKEN": TOKEN}), HF_TOKEN=TOKEN)

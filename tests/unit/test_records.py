@@ -19,7 +19,8 @@ def records(tmp_path: Path) -> Records:
 
 def record(run_id: str, **changes: str) -> Record:
     values = {
-        "profile": "lab", "scheduler": "slurm", "host": "", "runs_root": "/r", "run_dir": f"/r/{run_id}",
+        "profile": "lab", "scheduler": "slurm", "host": "", "transport": "auto", "ssh_config": "",
+        "runs_root": "/r", "run_dir": f"/r/{run_id}",
         "stage": "quantize", "model": "m", "job_name": "j", "stamp": "20261130-120000", "content_hash": "h",
         "job_id": "1",
     }  # fmt: skip
@@ -87,10 +88,12 @@ def test_a_whole_id_counts_more_than_a_beginning(records: Records) -> None:
     assert records.find("a").job_id == "1"
 
 
-@pytest.mark.parametrize("word", ["last", "x"])
-def test_a_run_that_is_not_there(records: Records, word: str) -> None:
-    with pytest.raises(UsageError, match="there is no run") as raised:
-        records.find(word)
+def test_a_run_that_is_not_there(records: Records) -> None:
+    with pytest.raises(UsageError, match="no runs yet"):
+        records.find("last")
+    saved(records, record("a"))
+    with pytest.raises(UsageError, match="there is no run 'x'") as raised:
+        records.find("x")
     assert "mlmsub list" in raised.value.fix
 
 

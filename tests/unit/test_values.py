@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlmsub.core.values import Image, MemorySize, Mount, TimeLimit
 
-PATHS = st.from_regex(r"/[A-Za-z0-9 ._/=+@-]{0,20}", fullmatch=True)
+PATHS = st.from_regex(r"/[A-Za-z0-9 ._/=+@-]{0,20}", fullmatch=True).filter(lambda path: " /" not in path)
 
 
 @given(PATHS, PATHS, st.sampled_from(["", "ro", "rw"]))

@@ -4,11 +4,16 @@
 # `job directory` each).
 PATH=${slurm_bin:+$slurm_bin:}$PATH
 printf '%s' "$runs" | while read -r job dir; do
-    if [ -e "$dir/local" ]; then
-        if [ ! -s "$dir/state/end" ]; then
-            pkill -TERM -s "$job" 2>/dev/null
-            echo "143 $job 0" >"$dir/state/end"
-        fi
+    if [ -s "$dir/state/end" ]; then
+        printf '%s|ended\n' "$job"
+        continue
+    elif [ -e "$dir/local" ]; then
+        pkill -TERM -s "$job" 2>/dev/null
+        for _ in 1 2 3 4 5 6 7 8 9 10; do # as Slurm does: first the signal, then the end
+            pgrep -s "$job" >/dev/null && sleep 0.2 || break
+        done
+        pkill -KILL -s "$job" 2>/dev/null
+        echo "143 $job 0" >"$dir/state/end"
     else
         error=$(scancel ${clusters:+-M "$clusters"} "$job" 2>&1 </dev/null) || { printf '%s|%s\n' "$job" "$error"; continue; }
     fi

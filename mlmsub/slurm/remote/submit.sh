@@ -1,7 +1,7 @@
 # shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
 
 # Submit one run: runs on the cluster under /bin/sh, with the run directory as a tar on standard input. The client
-# puts assignments in front: run_dir scheduler slurm_bin clusters pass_env image sources cluster_setup ntasks job_name stamp parents.
+# puts assignments in front: run_dir scheduler slurm_bin clusters pass_env image sources script cluster_setup ntasks job_name stamp parents.
 # Answers with lines `key value`; the exit code is 0 whenever there is an answer.
 users_umask=$(umask)
 umask 077
@@ -39,6 +39,12 @@ done >"${run_dir%/*}/.missing.$$"
 missing=$(cat "${run_dir%/*}/.missing.$$") && rm -f "${run_dir%/*}/.missing.$$"
 [ -z "$missing" ] || refuse no-mount-source "$missing"
 
+failed=$(printf '%s' "$parents" | while IFS= read -r parent; do
+    read -r code _ 2>/dev/null <"$parent/state/end" && [ "$code" != 0 ] && echo "${parent##*/}"
+done | head -n 1)
+[ -z "$failed" ] || refuse parent-failed "$failed"
+[ -z "$script" ] || [ -r "$script" ] || refuse no-script "$script"
+
 # --- unpack: whole or not at all -----------------------------------------------------
 part=$run_dir.part.$$
 undo() { rm -rf "$part" "$run_dir"; rmdir "${run_dir%/*}" 2>/dev/null; }
@@ -68,8 +74,7 @@ for name in PATH HOME USER LOGNAME SHELL LANG SLURM_CONF SLURM_CLUSTERS $pass_en
     [ -z "$given" ] || set -- "$@" "$name=$value"
 done
 if [ "$scheduler" = local ]; then
-    # shellcheck disable=SC2086  # parents are run directories without blanks
-    env -i "$@" setsid /bin/bash local/start.sh "$ntasks" "$job_name" "$stamp" $parents </dev/null >/dev/null 2>&1 &
+    env -i "$@" setsid /bin/bash local/start.sh "$ntasks" "$job_name" "$stamp" "$parents" </dev/null >/dev/null 2>&1 &
     echo $! >state/submitted
     say job $!
     exit 0
