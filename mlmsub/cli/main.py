@@ -141,6 +141,50 @@ def submit(
     )  # fmt: skip
 
 
+@app.command(epilog="Example: mlmsub plan eagle3 moonshotai/Kimi-K2-Instruct --nodes 8 --env-setup setup.sh")
+def plan(
+    stage: Annotated[
+        str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.", autocompletion=completion.stages)
+    ] = "",
+    args: Annotated[
+        list[str] | None, typer.Argument(help="The model and more.", autocompletion=completion.models)
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
+    ] = "",
+    env_setup: Annotated[str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."),
+    ] = None,
+    nodes: Annotated[str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes (default: 1).")] = "",
+    time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "",
+    partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
+    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
+    after: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN", help="The run that this one continues.", autocompletion=completion.runs),
+    ] = None,
+    static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
+    allow: Allow = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="List layouts that work, best first; without --nodes, on any number.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Show what a submission would be: values, layout, memory, issues. Sends nothing; exits 3 on errors."""
+    from mlmsub.cli import plan as verb
+
+    verb.run(
+        verb.Options(
+            stage=stage, args=tuple(args or ()), profile=profile, env_setup=env_setup, overrides=tuple(set_ or ()),
+            nodes=nodes, time=time, partition=partition, account=account, after=tuple(after or ()), static=static,
+            allow=tuple(allow or ()),
+        ),
+        suggest=suggest, as_json=json_,
+    )  # fmt: skip
+
+
 @app.command()
 def status(
     runs: Annotated[

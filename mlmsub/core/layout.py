@@ -228,9 +228,9 @@ def divisors(number: int) -> list[int]:
 
 
 def ends(layers: int, pp: int) -> tuple[int, int] | None:
-    """First and last layer counts that make `layers` fit `pp` stages, near the even share; the ends hold fewer.
+    """First and last layer counts that make `layers` fit `pp` stages near the even share; None if none do.
 
-    The ends also hold the embedding and the output layer, so they get less than the middle stages.
+    The ends also hold the embedding and the output layer, so they get less than the middle stages where possible.
     """
     if pp < 3:
         return None
@@ -238,7 +238,8 @@ def ends(layers: int, pp: int) -> tuple[int, int] | None:
     while middle * (pp - 2) > layers - 2:
         middle -= 1
     rest = layers - middle * (pp - 2)
-    return (rest - rest // 2, rest // 2) if middle else None
+    first, last = rest - rest // 2, rest // 2
+    return (first, last) if middle and first <= middle + 1 else None
 
 
 def _even_or_ends(layers: int, pp: int) -> str:

@@ -175,6 +175,7 @@ def _training(
 _CONTEXT = 0.6 * GIB  # CUDA context with the libraries' kernels
 _NCCL = 0.15 * GIB  # buffers of one communicator across nodes, its share of an 8-GPU group
 _FRAGMENTATION = 0.03  # of what is allocated for long
+_IMBALANCE = 1.5  # tokens on the fullest rank of an expert-parallel group against the mean; not measured yet
 
 
 def _overhead(layout: Layout, weights: float) -> float:
@@ -224,14 +225,24 @@ class _Step:
     def _experts_forward(self) -> float:
         """Tokens arrive top-k times: permuted, put out by the experts, gathered and weighted; the router in fp32."""
         a = self.arch
-        routed = a.topk * (a.latent or a.hidden) * (4 if self.layout.ep == 1 else 6)
-        one_expert = self._gates * 2 * a.moe_ffn * a.topk / a.experts * 2 / self.layout.expert_tp
+        routed = self._arriving * (a.latent or a.hidden) * (4 if self.layout.ep == 1 else 6)
+        one_expert = self._gates * 2 * a.moe_ffn * self._arriving / a.experts * 2 / self.layout.expert_tp
         return a.hidden + routed + one_expert + self._router + 2 * a.hidden * bool(a.shared_ffn)
+
+    @property
+    def _arriving(self) -> float:
+        """How often one token of the micro batch is an expert's on this rank: top-k, more where routing is uneven.
+
+        Under sequence parallelism each TP rank sends its own part of the tokens, and ETP ranks gather them again.
+        """
+        at, uneven = self.layout, 1.0 if self.layout.ep == 1 else _IMBALANCE
+        own = at.expert_tp / at.tp if self.work.sequence_parallel and at.tp > 1 else 1.0
+        return self.arch.topk * uneven * own
 
     @property
     def _router(self) -> float:
         """Logits, scores and top-k masks of all experts, most of them in fp32."""
-        return 8.0 * self.arch.experts
+        return 8.0 * self.arch.experts * self.hidden / self.arch.hidden
 
     def forward_logits(self) -> float:
         return 2 * self.tokens * self.arch.vocab / self.layout.tp * 2
@@ -261,7 +272,8 @@ class _Step:
             return norm + (4 if a.gated else 3) * a.ffn / tp
         if part == "mamba":
             return norm + (4 * a.inner + 4 * a.mamba_groups * a.mamba_state) / tp
-        routed = a.topk * (3 * (a.latent or a.hidden) + (5 if a.gated else 4) * a.moe_ffn / self.layout.expert_tp)
+        each = 3 * (a.latent or a.hidden) + (5 if a.gated else 4) * a.moe_ffn / self.layout.expert_tp
+        routed = self._arriving * each
         shared = (4 if a.gated else 3) * a.shared_ffn / tp
         return norm + routed + shared + self._router
 

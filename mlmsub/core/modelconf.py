@@ -6,7 +6,6 @@ that one; `read_shell` only reads it, so that the checks know the model. It runs
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from mlmsub.core.errors import UsageError
 from mlmsub.core.strict import nearest
 
 _ARGUMENT = re.compile(r"[a-z0-9][a-z0-9-]*")
+_YAML_WORDS = ("null", "no", "yes", "on", "off", "y", "n", "false")
 _LAST = ("checked", "notes", "unsupported", "restrictions", "config", "megatron_args")
 _ENV_SETUP_NAMES = ("HF_MODEL_CKPT", "TP", "PP", "EP", "ETP", "CP", "EXPORT_DIR")
 
@@ -75,13 +75,16 @@ def render(conf: ModelConf) -> str:
         elif isinstance(value, tuple) and value:
             lines += [f"{key}:", *(f"  - {_scalar(text)}" for text in value)]
         elif isinstance(value, str | bool) and (value or key in ("model", "tokenizer")):
-            lines.append(f"{key}: {'true' if value is True else _scalar(value)}")
+            lines.append(f"{key}: {'true' if value is True else _scalar(str(value))}")
     return "\n".join(lines) + "\n"
 
 
 def _scalar(text: str) -> str:
     """Plain where every YAML reader takes it for the same text, number or flag; else in double quotes."""
-    return text if re.fullmatch(r"[A-Za-z][\w./ -]*|-?\d+(\.\d+(e[-+]\d+)?)?", text) else json.dumps(text)
+    word = r"[A-Za-z]([A-Za-z0-9_./ -]*[A-Za-z0-9_./-])?"
+    if re.fullmatch(rf"{word}|-?(0|[1-9][0-9]*)(\.[0-9]+(e[-+][0-9]+)?)?", text) and text.lower() not in _YAML_WORDS:
+        return text
+    return '"' + text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
 
 
 # --- confs as shell files -------------------------------------------------------------------
@@ -96,7 +99,7 @@ def link_target(text: str) -> str:
 def read_shell(text: str, name: str) -> ModelConf | None:
     """What a Megatron-LM style `.sh` conf says, as far as reading can tell; None where it says nothing readable.
 
-    As if no variable were set before it: `if [ -z ${X} ]` is taken, and its `else` is not. Raises UsageError for an
+    As if no variable were set before it: `if [ -z ${X} ]` is taken, its `else` and `if [ -n "${X}" ]` are not. Raises UsageError for an
     env setup, which sets TP, HF_MODEL_CKPT and the like, but no MODEL_ARGS.
     """
     values = _assignments(text)
@@ -162,7 +165,7 @@ def _array(text: str, name: str) -> str:
     return " ".join(_words(text[match.end() :], until=")")) if match else ""
 
 
-def _words(text: str, until: str = "") -> list[str]:
+def _words(text: str, until: str | None = None) -> list[str]:
     """Shell words without their quotes. Raises ValueError for a quote that does not end."""
     lexer = shlex.shlex("".join(_without_continuations(text)), posix=True, punctuation_chars="();<>|&")
     lexer.whitespace_split = True

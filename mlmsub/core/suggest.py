@@ -12,8 +12,9 @@ from mlmsub.core.facts import Facts
 from mlmsub.core.layout import Layout, Pipeline, divisors
 from mlmsub.core.memory import Breakdown
 
-COMFORT = 0.92  # of the GPU: what the estimate may take before it is called tight
+COMFORT = 0.85  # of the GPU: what the estimate may take before it is called tight
 FREE_NODES = (1, 2, 4, 8, 16, 32, 64)
+_RECOMPUTE = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": "1"}
 _ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 
 
@@ -44,16 +45,20 @@ class Suggestion:
 def suggest(facts: Facts, nodes: Sequence[int] = FREE_NODES) -> list[Suggestion]:
     """Every legal layout that fits, best first. With several numbers of nodes: the smallest on which any fits."""
     for count in sorted(nodes):
-        found = [
-            one
-            for chosen in _candidates(facts, count)
-            for candidate in [_uneven(_with(facts, chosen))]
-            if rules.legal(candidate)
-            for one in _fitting(candidate, facts)
-        ]
+        found = [one for chosen in _candidates(facts, count) if (one := _judged(_uneven(_with(facts, chosen)), facts))]
         if found:
             return sorted(found, key=lambda one: one.rank)
     return []
+
+
+def _judged(candidate: Facts, original: Facts) -> Suggestion | None:
+    """The layout as a suggestion, if it is legal and fits: where a training does not, with full recomputation."""
+    if not rules.legal(candidate):
+        return None
+    found = _fitting(candidate, original)
+    if found is None and candidate.stage in ("finetune", "train"):
+        return _fitting(replace(candidate, args={**candidate.args, **_RECOMPUTE}), original)
+    return found
 
 
 def _candidates(facts: Facts, nodes: int) -> Iterator[Layout]:
@@ -77,8 +82,10 @@ def _candidates(facts: Facts, nodes: int) -> Iterator[Layout]:
 
 
 def _with(facts: Facts, chosen: Layout) -> Facts:
-    """These facts with another layout, and sequence parallelism where experts are trained under TP."""
+    """These facts with another layout, and the arguments that training it takes."""
     args = dict(facts.args)
+    if facts.stage in ("finetune", "train"):
+        args["use-distributed-optimizer"] = "true"
     if chosen.tp > 1 and facts.experts and facts.trains:
         args["sequence-parallel"] = "true"
     return replace(facts, asked=chosen, layout=chosen, args=args)
@@ -97,16 +104,16 @@ def _uneven(facts: Facts) -> Facts:
     return replace(facts, args=args)
 
 
-def _fitting(facts: Facts, original: Facts) -> Iterator[Suggestion]:
+def _fitting(facts: Facts, original: Facts) -> Suggestion | None:
     if not facts.memory or not isinstance(facts.pipeline, Pipeline):
-        return
+        return None
     at, most = facts.layout, max(facts.memory, key=lambda stage: stage.total)
     share = most.total / facts.gpu_gib if facts.gpu_gib else 0.0
     if share > 1:
-        return
+        return None
     arguments = {
         name: value for name, value in facts.args.items()
-        if original.args.get(name) != value and (name in _ENDS or name == "sequence-parallel")
+        if original.args.get(name) != value
     }  # fmt: skip
     host = _host(facts.memory, at)
     if facts.stage == "export":
@@ -114,8 +121,9 @@ def _fitting(facts: Facts, original: Facts) -> Iterator[Suggestion]:
     else:
         # a pipeline has bubbles, TP talks in every layer, experts twice in each MoE layer
         cost = 1.5 * log2(at.pp) + log2(at.tp) + 0.5 * log2(at.ep) + 0.75 * log2(at.expert_tp if facts.experts else 1)
+        cost += 0.5 * ("recompute-granularity" in arguments)
         rank = (float(share > COMFORT), cost, share)
-    yield Suggestion(at, facts.pipeline, most, _reason(facts, share, most, host), arguments, host, rank)
+    return Suggestion(at, facts.pipeline, most, _reason(facts, share, most, host), arguments, host, rank)
 
 
 def _host(stages: Sequence[Breakdown], at: Layout) -> float:

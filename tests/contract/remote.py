@@ -42,11 +42,17 @@ class Cluster:
     path = ""
 
     def run(
-        self, name: str, stdin: bytes = b"", env: dict[str, str] | None = None, umask: int = 0o027, **parameters: str
+        self,
+        name: str,
+        stdin: bytes = b"",
+        env: dict[str, str] | None = None,
+        umask: int = 0o027,
+        timeout: int = 30,
+        **parameters: str,
     ) -> subprocess.CompletedProcess[bytes]:
         """Run the script `name` with these parameters, in an environment of the user's session."""
         variables = {"PATH": self.path or f"{self.bin}:/usr/bin:/bin", "HOME": str(self.home), "USER": "me"}
         return subprocess.run(
             [*self.shell, "-c", jobs.script(name, **parameters)], input=stdin, cwd=self.home,
-            env=variables | (env or {}), capture_output=True, timeout=60, umask=umask,
+            env=variables | (env or {}), capture_output=True, timeout=timeout, umask=umask,
         )  # fmt: skip

@@ -106,11 +106,26 @@ def test_a_killed_rank_is_137(run_dir: Make) -> None:
     assert made.job().returncode == 137
 
 
-@pytest.mark.parametrize("code", [1, 143, 255])
+@pytest.mark.parametrize("code", [1, 255])
 def test_sruns_own_code_counts_when_no_rank_left_one(run_dir: Make, code: int) -> None:
     made = run_dir()
     made.srun(f"exit {code}")
     assert made.job().returncode == code
+
+
+def test_ranks_that_were_all_ended_leave_143(run_dir: Make) -> None:
+    made = run_dir("bash", "-c", "exit 143", nodes=1, tasks_per_node=2)
+    made.srun(SRUN)
+    assert made.job().returncode == 143
+
+
+def test_a_rank_that_could_leave_no_code_was_killed(run_dir: Make) -> None:
+    """Out of memory, the entrypoint itself is killed; srun then says 143 for all."""
+    made = run_dir("bash", "-c", "[[ $RANK == 1 ]] && kill -9 $PPID; exit 143", nodes=1, tasks_per_node=2)
+    made.srun(SRUN)
+    done = made.job()
+    assert done.returncode == 137
+    assert "killed before it could leave its exit code" in done.stderr
 
 
 def test_success(run_dir: Make) -> None:

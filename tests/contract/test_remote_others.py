@@ -48,11 +48,12 @@ def ended(run: Path, code: str = "0") -> None:
 # --- status ----------------------------------------------------------------------------------
 
 
+@pytest.mark.xfail(strict=True, reason="B45: source is lost")
 def test_the_queue_is_asked_once_for_all_of_the_users_jobs(cluster: Cluster, run: Path) -> None:
     cluster.program(
         "squeue", f'echo "$@" >>{cluster.folder}/asked; echo "12|FAILED|None|1|1|x"; echo "123|RUNNING|None|1:00|2|s"'
     )
-    assert status(cluster, run) == JobState("running", "RUNNING", "", None, "1:00", "2", "s", "queue")
+    assert status(cluster, run) == JobState("running", "RUNNING", elapsed="1:00", nodes="2", start="s", source="queue")
     assert (cluster.folder / "asked").read_text().count("\n") == 1
 
 
@@ -83,7 +84,7 @@ def test_without_slurm_the_files_speak(cluster: Cluster, run: Path) -> None:
 
 
 def test_a_run_directory_that_is_gone(cluster: Cluster, run: Path) -> None:
-    assert status(cluster, run.parent / "none").reason == "no trace: run directory gone"
+    assert status(cluster, run.parent / "none").reason == "its run directory is gone"
 
 
 @pytest.mark.parametrize("queue", ["", "123|CANCELLED|None|1|1|x", "123|TIMEOUT|None|1|1|x"])
@@ -103,8 +104,10 @@ def test_secrets_of_a_job_that_may_run_again_are_kept(cluster: Cluster, run: Pat
 # --- logs --------------------------------------------------------------------------------------
 
 
-def log(cluster: Cluster, run: Path, follow: str = "", job: str = "123") -> subprocess.CompletedProcess[bytes]:
-    return cluster.run("log", slurm_bin="", clusters="", run_dir=str(run), job=job, follow=follow, offset="0")
+def log(cluster: Cluster, run: Path, follow: str = "", timeout: int = 20) -> subprocess.CompletedProcess[bytes]:
+    return cluster.run(
+        "log", timeout=timeout, slurm_bin="", clusters="", run_dir=str(run), job="123", follow=follow, offset="0"
+    )
 
 
 def test_the_log_comes_byte_for_byte(cluster: Cluster, run: Path) -> None:
@@ -135,11 +138,17 @@ def test_following_ends_with_the_job(cluster: Cluster, run: Path, squeue: str) -
     assert log(cluster, run, "1").stdout.endswith(b"two")
 
 
+@pytest.mark.xfail(strict=True, raises=subprocess.TimeoutExpired, reason="B48: what squeue warns of hides the state")
+def test_following_ends_though_squeue_warns(cluster: Cluster, run: Path) -> None:
+    cluster.program("squeue", "echo 'squeue: error: a setting is deprecated' >&2; echo COMPLETED")
+    assert log(cluster, run, "1", timeout=3).stdout.endswith(b"two")
+
+
 def test_following_prints_what_comes_later(cluster: Cluster, run: Path) -> None:
     count = cluster.folder / "count"
     cluster.program(
         "squeue",
-        f'echo x >>{count}; n=$(wc -l <{count}); printf "more $n" >>{str(run / "logs/j_123_x.log")!r}; '
+        f'echo x >>{count}; n=$(wc -l <{count}); printf "more $n" >>{shlex.quote(str(run / "logs/j_123_x.log"))}; '
         "if [ $n -lt 3 ]; then echo RUNNING; elif [ $n = 3 ]; then echo oops >&2; exit 1; else echo COMPLETED; fi",
     )
     assert log(cluster, run, "1").stdout == b"line 1\n\xff\x00twomore 1more 2more 3more 4"

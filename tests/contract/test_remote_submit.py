@@ -33,8 +33,8 @@ class Submission:
         self.dir = Path(run.dir)
         given = {
             "run_dir": run.dir, "scheduler": "slurm", "slurm_bin": "", "clusters": "", "pass_env": "", "image": "",
-            "sources": "", "script": "", "cluster_setup": "", "ntasks": "2", "job_name": "j", "stamp": "20261130-120000",
-            "parents": "",
+            "sources": "", "script": "", "cluster_setup": "", "ntasks": "2", "job_name": "j",
+            "stamp": "20261130-120000", "parents": "",
         }  # fmt: skip
         done = cluster.run("submit", tar(run) if stdin is None else stdin, env, umask, **(given | parameters))
         assert done.returncode == 0, done.stderr

@@ -7,12 +7,14 @@ SOURCES name where each config was read; the dicts hold the fields that describe
 
 from __future__ import annotations
 
-import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlmsub.core import hf_config
+from mlmsub.app import confs
+from mlmsub.core import hf_config, modelconf
 from mlmsub.core.architecture import read as read_architecture
 from mlmsub.core.errors import UsageError
 
@@ -207,3 +209,158 @@ SOURCES = {
     "nvidia/Nemotron-H-56B-Base-8K": AICONFIGURATOR,
     "nvidia/Nemotron-Mini-4B-Instruct": "",
 }
+
+# what the models are called after, or what their publishers say, in 1e9 parameters
+SIZES = {
+    "deepseek-ai/DeepSeek-R1": 671, "deepseek-ai/DeepSeek-V2-Lite": 15.7, "meta-llama/Llama-3.1-8B-Instruct": 8.03,
+    "meta-llama/Llama-3.1-405B-Instruct": 405.9, "meta-llama/Llama-3.2-1B-Instruct": 1.24,
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.8, "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 400.7,
+    "moonshotai/Kimi-K2-Instruct": 1026, "openai/gpt-oss-20b": 20.9, "openai/gpt-oss-120b": 116.8,
+    "Qwen/Qwen2.5-0.5B-Instruct": 0.494, "Qwen/Qwen2.5-7B-Instruct": 7.62, "Qwen/Qwen3-0.6B": 0.596,
+    "Qwen/Qwen3-8B": 8.19, "Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-235B-A22B": 235.1,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120.7,
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 549, "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8.89,
+    "nvidia/Nemotron-H-8B-Base-8K": 8.1, "nvidia/Nemotron-H-56B-Base-8K": 56.3,
+    "nvidia/Nemotron-H-47B-Reasoning-128K": 46.8, "nvidia/Nemotron-Mini-4B-Instruct": 4.19,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_conf_has_the_models_number_of_parameters(name: str) -> None:
+    shape = read_architecture(hf_config.convert(FACTS[name], name).megatron_args)
+    assert shape is not None
+    assert shape.parameters / 1e9 == pytest.approx(SIZES[name], rel=0.005)
+
+
+def args(name: str, **changed: Any) -> dict[str, str]:
+    return hf_config.convert({**FACTS[name], **changed}, name).megatron_args
+
+
+# --- what each family says --------------------------------------------------------------
+
+
+def test_kimis_rope_reaches_the_fields_that_no_argument_sets() -> None:
+    conf = hf_config.convert(FACTS["moonshotai/Kimi-K2-Instruct"], "k")
+    assert conf.config == {"beta_fast": "1.0", "beta_slow": "1.0", "original_max_position_embeddings": "4096"}
+    assert conf.megatron_args["rotary-scaling-factor"] == "32.0"
+    assert conf.megatron_args["moe-layer-freq"] == "[0]*1+[1]*60"
+    assert (conf.source_format, conf.trust_remote_code, conf.family) == ("fp8_block", True, "kimi_k2")
+
+
+def test_llama_3_2_scales_rope_by_its_own_factor() -> None:
+    assert args("meta-llama/Llama-3.2-1B-Instruct")["rope-scaling-factor"] == "32.0"
+    assert "untie-embeddings-and-output-weights" not in args("meta-llama/Llama-3.2-1B-Instruct")
+
+
+def test_both_ways_to_write_rope_mean_the_same() -> None:
+    old = FACTS["meta-llama/Llama-3.1-8B-Instruct"]
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {**old["rope_scaling"], "rope_theta": old["rope_theta"]}
+    assert hf_config.convert(new, "m") == hf_config.convert(old, "m")
+
+
+def test_qwen_families_differ_in_bias_and_norms() -> None:
+    qwen2, qwen3 = args("Qwen/Qwen2.5-7B-Instruct"), args("Qwen/Qwen3-8B")
+    assert "add-qkv-bias" in qwen2 and "qk-layernorm" not in qwen2
+    assert "add-qkv-bias" not in qwen3 and "qk-layernorm" in qwen3
+    assert qwen2["norm-epsilon"] == qwen3["norm-epsilon"] == "1.0e-06"
+
+
+def test_experts_whose_weights_are_not_normalized_take_softmax_first() -> None:
+    assert "moe-router-pre-softmax" not in args("Qwen/Qwen3-30B-A3B")
+    assert "moe-router-pre-softmax" in args("Qwen/Qwen3-30B-A3B", norm_topk_prob=False)
+    assert "moe-router-pre-softmax" in args("deepseek-ai/DeepSeek-V2-Lite")
+
+
+def test_llama_4_has_its_layers_and_its_limits() -> None:
+    maverick, scout = (args(f"meta-llama/Llama-4-{name}-Instruct") for name in ("Maverick-17B-128E", "Scout-17B-16E"))
+    assert maverick["moe-layer-freq"] == "[0,1]*24" and "moe-layer-freq" not in scout
+    assert (maverick["ffn-hidden-size"], maverick["moe-ffn-hidden-size"]) == ("16384", "8192")
+    assert scout["no-rope-freq"] == maverick["no-rope-freq"] == "4"
+    assert "qk-l2-norm" in scout and "qk-l2-norm" not in maverick
+    notes = hf_config.convert(FACTS["meta-llama/Llama-4-Scout-17B-16E-Instruct"], "m").notes
+    assert any("frequency factors 1.0 and 1.0" in note for note in notes)
+
+
+def test_a_multimodal_config_holds_the_language_model_inside() -> None:
+    inner = FACTS["meta-llama/Llama-4-Scout-17B-16E-Instruct"]
+    outer = {"model_type": "llama4", "text_config": inner, "vision_config": {"hidden_size": 1}}
+    assert hf_config.convert(outer, "m") == hf_config.convert(inner, "m")
+
+
+def test_gpt_oss_has_windows_sinks_and_yarn() -> None:
+    found = args("openai/gpt-oss-20b")
+    assert found["window-size"] == "127,0" and found["softmax-type"] == "learnable"
+    assert found["position-embedding-type"] == "yarn" and "no-yarn-correction-range-round-to-int" in found
+    assert not {"swiglu", "disable-bias-linear"} & set(found)
+
+
+def test_a_hybrid_pattern_is_read_in_both_notations() -> None:
+    assert args("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16")["hybrid-layer-pattern"] == _ULTRA
+    assert "num-experts" not in args("nvidia/Nemotron-H-8B-Base-8K", n_routed_experts=8)
+    assert args("nvidia/Nemotron-H-8B-Base-8K")["position-embedding-type"] == "none"
+
+
+# --- what is refused ----------------------------------------------------------------------
+
+
+def test_an_unknown_family_lists_the_known() -> None:
+    with pytest.raises(UsageError, match="'qwen3_moee'; did you mean 'qwen3_moe'") as caught:
+        hf_config.convert({"model_type": "qwen3_moee"}, "m")
+    assert "deepseek_v3" in caught.value.fix and "nemotron_h" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("Qwen/Qwen3-8B", dict(hidden_size=None), "no 'hidden_size'"),
+        ("Qwen/Qwen3-8B", dict(hidden_act="gelu"), "'gelu'"),
+        ("Qwen/Qwen3-8B", dict(rope_scaling=dict(rope_type="dynamic", factor=2)), "'dynamic'"),
+        ("Qwen/Qwen2.5-7B-Instruct", dict(use_sliding_window=True), "use_sliding_window"),
+        ("meta-llama/Llama-3.1-8B-Instruct", dict(mlp_bias=True), "mlp_bias"),
+        ("meta-llama/Llama-3.1-8B-Instruct", dict(quantization_config=dict(quant_method="awq")), "'awq'"),
+        ("deepseek-ai/DeepSeek-V2-Lite", dict(topk_method="group_limited_greedy"), "group_limited_greedy"),
+        ("deepseek-ai/DeepSeek-R1", dict(scoring_func="softmax"), "scoring_func"),
+        ("nvidia/Nemotron-H-8B-Base-8K", dict(hybrid_override_pattern=None), "hybrid_override_pattern"),
+    ],
+)
+def test_what_megatron_lacks_is_refused_by_name(name: str, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        args(name, **changed)
+
+
+# --- transformers' own classes, and files -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FACTS if FACTS[name]["model_type"] not in ("kimi_k2", "llama4_text")]
+)
+def test_what_transformers_makes_of_the_config_gives_the_same_conf(name: str) -> None:
+    """transformers 5 reads the published fields, renames some, fills in its defaults, and writes them as its own."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    facts = {key: value for key, value in FACTS[name].items() if value is not None or key == "q_lora_rank"}
+    made = transformers.AutoConfig.for_model(**facts).to_dict()
+    made["quantization_config"] = FACTS[name].get("quantization_config")
+    got, want = hf_config.convert(made, name), hf_config.convert(FACTS[name], name)
+    assert got.megatron_args == want.megatron_args
+    assert got.config == want.config
+
+
+def test_a_file_becomes_a_conf_that_reads_back(tmp_path: Path) -> None:
+    folder = tmp_path / "org" / "DeepSeek-R1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(FACTS["deepseek-ai/DeepSeek-R1"]))
+    text = confs.from_hf(folder, "")
+    confs.write(tmp_path / "made.yaml", text)
+    assert [issue.code for issue in confs.check("made.yaml", tmp_path)] == ["conf-unverified"]
+    assert text == modelconf.render(hf_config.convert(FACTS["deepseek-ai/DeepSeek-R1"], "DeepSeek-R1"))
+    with pytest.raises(UsageError, match="exists"):
+        confs.write(tmp_path / "made.yaml", text)
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot read"), ("{", "not JSON"), ("[]", "mapping")])
+def test_a_bad_file_is_named(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=said):
+        confs.from_hf(tmp_path / "config.json", "m")

@@ -14,7 +14,7 @@ from mlmsub.app.config import User
 from mlmsub.app.records import Record, Records
 from mlmsub.app.resolve import Resolved, resolve
 from mlmsub.app.sources import Request
-from mlmsub.core.errors import ChecksFailed, SchedulerRefused, UsageError
+from mlmsub.core.errors import ChecksFailed, MlmsubError, UsageError
 from mlmsub.core.issues import Issue
 from mlmsub.transport.base import Result
 from mlmsub.transport.errors import ConnectionLost
@@ -433,7 +433,7 @@ def test_the_record_is_there_before_anything_is_sent(lab: User, records: Records
 def test_a_refused_submission_is_kept_only_when_a_job_may_exist(
     lab: User, records: Records, stdout: bytes, kept: bool
 ) -> None:
-    with pytest.raises(SchedulerRefused):
+    with pytest.raises(MlmsubError):
         submit.send(submit.prepare(resolved(lab), records), records, lambda: answering(stdout))
     assert bool(records.all()) is kept
 

@@ -85,9 +85,10 @@ def test_no_value_of_the_user_is_in_the_script() -> None:
     assert "needle" not in text
 
 
-def test_the_prelude_stands_before_srun_and_after_the_claim() -> None:
+def test_the_prelude_stands_before_all_that_needs_slurm() -> None:
     text = rendered(run_spec(prelude="module load slurm\nexport A=1\n"))
-    assert text.index("exit 3") < text.index("module load slurm\nexport A=1\n") < text.index("\nsrun ")
+    prelude = text.index("module load slurm\nexport A=1\n")
+    assert text.rindex("#SBATCH") < prelude < text.index("scontrol show hostnames") < text.index("\nsrun ")
 
 
 def test_only_a_native_stage_must_leave_its_output() -> None:
