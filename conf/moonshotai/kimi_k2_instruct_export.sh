@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034  # variables for who sources this
 # Env setup: export of Kimi-K2-Instruct on 2 nodes of 8 GPUs. Export knows pipeline parallelism only.
 #   mlmsub submit script --nodes 2 --env-setup conf/moonshotai/kimi_k2_instruct_export.sh -- export.sh moonshotai/Kimi-K2-Instruct
 HF_MODEL_CKPT=/workspace/scratch/moonshotai/Kimi-K2-Instruct

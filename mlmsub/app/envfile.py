@@ -32,6 +32,7 @@ def read(path: Path, given: Mapping[str, str], *, static: bool = False, time_lim
     `given` are the variables that it may see. Raises UsageError with file and line for a file that does not parse,
     ends the shell, does not end in time, or sources a file that cannot be shipped.
     """
+    path = Path(os.path.abspath(path))  # noqa: PTH100  # without `..`, but with its links
     try:
         content = path.read_bytes()
     except IsADirectoryError:

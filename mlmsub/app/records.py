@@ -32,6 +32,7 @@ class Record:
     content_hash: str
     job_id: str = ""
     slurm_bin: str = ""
+    prelude: str = ""
     cluster: str = ""
     outputs: dict[str, str] = field(default_factory=dict)  # as the job sees them
     outputs_at: dict[str, str] = field(default_factory=dict)  # the same on the cluster
@@ -60,11 +61,16 @@ class Records:
         self.folder = folder
 
     def save(self, record: Record) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self.folder / f"{record.run_id}.json"
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(asdict(record), indent=1) + "\n")
-        part.replace(path)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_text(json.dumps(asdict(record), indent=1) + "\n")
+            part.replace(path)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write the run's record to {self.folder}: {error.strerror}", fix="set XDG_STATE_HOME elsewhere"
+            ) from None
 
     def submitted(self, record: Record, job_id: str) -> Record:
         done = replace(record, job_id=job_id)

@@ -41,8 +41,7 @@ def status(runs: Sequence[Record], records: Records, connect: Connect) -> dict[s
 def _ask(group: Sequence[Record], connect: Connect) -> dict[str, JobState]:
     script = jobs.script(
         "status",
-        slurm_bin=group[0].slurm_bin,
-        clusters=group[0].cluster,
+        **_slurm(group[0]),
         jobs=",".join(run.job_id for run in group if run.scheduler == "slurm"),
         runs=jobs.run_lines([(run.job_id, run.run_dir) for run in group]),
     )
@@ -84,8 +83,7 @@ def cancel(runs: Sequence[Record], connect: Connect) -> list[Record]:
     for group in _by_cluster(runs):
         script = jobs.script(
             "cancel",
-            slurm_bin=group[0].slurm_bin,
-            clusters=group[0].cluster,
+            **_slurm(group[0]),
             runs=jobs.run_lines([(_job(run), run.run_dir) for run in group]),
         )
         answer = connect(group[0]).run(script).stdout.decode(errors="replace")
@@ -97,20 +95,33 @@ def cancel(runs: Sequence[Record], connect: Connect) -> list[Record]:
 
 
 def log(
-    run: Record, transport: Transport, on_output: Callable[[bytes], None], *, follow: bool, offset: int = 0
+    run: Record,
+    transport: Transport,
+    on_output: Callable[[bytes], None],
+    on_note: Callable[[bytes], None],
+    *,
+    follow: bool,
+    offset: int = 0,
 ) -> None:
-    """Hand on the run's log as it is, from byte `offset` on; with `follow` until the run has ended."""
+    """Hand on the run's log as it is, from byte `offset` on; with `follow` until the run has ended.
+
+    `on_note` gets what is not of the log: that the job has not started yet.
+    """
     script = jobs.script(
         "log",
-        slurm_bin=run.slurm_bin,
-        clusters=run.cluster,
+        **_slurm(run),
         run_dir=run.run_dir,
         job=_job(run),
         follow="1" if follow else "",
         offset=str(offset),
     )
-    if transport.stream(script, on_output) == 3:
+    if transport.stream(script, on_output, on_note) == 3:
         raise UsageError(f"the run directory {run.run_dir} is gone, and its log with it")
+
+
+def _slurm(run: Record) -> dict[str, str]:
+    """Where Slurm's commands are, as the scripts take it."""
+    return {"slurm_bin": run.slurm_bin, "prelude": run.prelude, "clusters": run.cluster}
 
 
 def _job(run: Record) -> str:
@@ -121,7 +132,7 @@ def _job(run: Record) -> str:
 
 def _by_cluster(runs: Iterator[Record] | Sequence[Record]) -> Iterator[list[Record]]:
     def place(run: Record) -> tuple[str, ...]:
-        return (run.host, run.transport, run.ssh_config, run.scheduler, run.cluster, run.slurm_bin)
+        return (run.host, run.transport, run.ssh_config, run.scheduler, run.cluster, run.slurm_bin, run.prelude)
 
     for _, group in groupby(sorted(runs, key=place), key=place):
         yield list(group)

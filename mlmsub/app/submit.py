@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepa
             stamp=stamp,
             content_hash=content_hash,
             slurm_bin=spec.slurm_bin,
+            prelude=spec.prelude,
             cluster=spec.sbatch.get("clusters", ""),
             outputs={name: resolved.values[name] for name in spec.outputs},
             outputs_at={name: _on_cluster(resolved.values[name], spec) for name in spec.outputs},
@@ -91,9 +93,11 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
     archive = _small_enough(prepared.bundle)
     transport = connect()
     records.save(record)
-    result = transport.run(jobs.script("submit", **_parameters(spec, record)), stdin=archive)
+    result = transport.run(jobs.script("submit", **_parameters(spec, record)), stdin=gzip.compress(archive, mtime=0))
     try:
-        job_id, existed = jobs.parse_submission(result.stdout.decode(errors="replace"))
+        job_id, existed = jobs.parse_submission(
+            *(said.decode(errors="replace") for said in (result.stdout, result.stderr))
+        )
     except MlmsubError as refused:
         if not getattr(refused, "may_exist", False):
             records.forget(record)
@@ -119,6 +123,7 @@ def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:
         "run_dir": record.run_dir,
         "scheduler": spec.scheduler,
         "slurm_bin": spec.slurm_bin,
+        "prelude": spec.prelude,
         "clusters": spec.sbatch.get("clusters", ""),
         "pass_env": " ".join(spec.pass_env),
         "image": spec.image if spec.image.startswith("/") else "",
@@ -129,4 +134,5 @@ def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:
         "stamp": record.stamp,
         "parents": "".join(f"{parent.run_dir}\n" for parent in spec.parents),
         "script": spec.script_file,
+        "unpack": "gzip -dc",
     }

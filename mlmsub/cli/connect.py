@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from mlmsub import transport
 from mlmsub.app.config import Place
-from mlmsub.transport import Transport
+from mlmsub.transport import OpenSSHTransport, Transport
 
 
 @dataclass(frozen=True)
@@ -34,38 +35,90 @@ class Terminal:
 
 
 @dataclass
+class Connecting:
+    """One connection on its way, in a thread of its own.
+
+    Questions wait until the command asks for the connection: by then it has found its own input right, and they are
+    asked in its thread, where Ctrl-C ends them and leaves the terminal as it was.
+    """
+
+    place: Place
+    trust: Trust
+    prepare: bool
+    _events: queue.Queue[tuple[str, bool] | Transport | BaseException] = field(default_factory=queue.Queue)
+    _answers: queue.Queue[str] = field(default_factory=queue.Queue)
+    _opened: Transport | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._connect, daemon=True).start()
+
+    def ask(self, text: str, secret: bool) -> str:
+        """Called by the transport, in the connection's thread."""
+        self._events.put((text, secret))
+        return self._answers.get()
+
+    def _connect(self) -> None:
+        asks = not self.trust.no_prompt and sys.stdin.isatty()
+        try:
+            opened = transport.open(
+                self.place.host,
+                self.place.transport,
+                ssh_config=self.place.ssh_config or None,
+                prompter=self if asks else None,
+                no_prompt=not asks,
+                accept_new=self.trust.accept_new,
+            )
+            # with a terminal, ssh would ask its questions at once
+            if self.prepare and not (asks and isinstance(opened, OpenSSHTransport)):
+                opened.prepare()
+            self._events.put(opened)
+        except BaseException as error:
+            self._events.put(error)
+
+    def result(self) -> Transport:
+        """The connection; raises what made it fail."""
+        while self._opened is None:
+            event = self._events.get()
+            if isinstance(event, BaseException):
+                self._events.put(event)
+                raise event
+            if isinstance(event, tuple):
+                self._answers.put(Terminal().ask(*event))
+            else:
+                self._opened = event
+        return self._opened
+
+    def close(self) -> None:
+        """Close it if it is there; one that is still on its way ends with the process."""
+        while self._opened is None and not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, tuple | BaseException):
+                return
+            self._opened = event
+        if self._opened is not None:
+            self._opened.close()
+
+
+@dataclass
 class Connections:
     """The connections of one command; leaving the context closes them."""
 
     trust: Trust = Trust()
-    _open: dict[Place, Future[Transport]] = field(default_factory=dict)
-    _thread: ThreadPoolExecutor | None = None
+    _begun: dict[Place, Connecting] = field(default_factory=dict)
+    _here: Transport = field(default_factory=transport.LocalTransport)
+
+    def begin(self, place: Place, *, prepare: bool = True) -> None:
+        """Start to connect while the caller does something else; `prepare` also starts the exec of its first `run`."""
+        if place.host and place not in self._begun:
+            self._begun[place] = Connecting(place, self.trust, prepare)
+            self._begun[place].start()
 
     def to(self, place: Place) -> Transport:
         """The connection to a place, opened at the first call. Raises TransportError."""
-        return self.begin(place).result()
-
-    def begin(self, place: Place) -> Future[Transport]:
-        """Start to connect while the caller does something else."""
-        if place not in self._open:
-            if not place.host:  # nothing to wait for
-                self._open[place] = done = Future[Transport]()
-                done.set_result(transport.LocalTransport())
-            else:
-                self._thread = self._thread or ThreadPoolExecutor(max_workers=1)
-                self._open[place] = self._thread.submit(self._connect, place)
-        return self._open[place]
-
-    def _connect(self, place: Place) -> Transport:
-        asks = not self.trust.no_prompt and sys.stdin.isatty()
-        return transport.open(
-            place.host,
-            place.transport,
-            ssh_config=place.ssh_config or None,
-            prompter=Terminal() if asks else None,
-            no_prompt=not asks,
-            accept_new=self.trust.accept_new,
-        )
+        if not place.host:
+            return self._here
+        self.begin(place, prepare=False)
+        return self._begun[place].result()
 
     def __enter__(self) -> Connections:
         return self
@@ -73,8 +126,5 @@ class Connections:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for opened in self._open.values():
-            if opened.done() and not opened.cancelled() and opened.exception() is None:
-                opened.result().close()
-        if self._thread:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        for connecting in self._begun.values():
+            connecting.close()

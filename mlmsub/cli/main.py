@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -44,9 +45,12 @@ Run = Annotated[
 
 
 def main() -> None:
-    """The entry point: every MlmsubError becomes a message and its exit code; nobody sees a traceback."""
+    """The entry point: every error becomes a message and its exit code; nobody sees a traceback."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except MlmsubError as error:
         output.print_error(error)
         sys.exit(error.exit_code)
@@ -55,9 +59,13 @@ def main() -> None:
         sys.exit(4)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `mlmsub logs | head`
-        sys.stderr.close()
+    except BrokenPipeError:  # `mlmsub logs | head`: nothing more can be written, not even at the interpreter's end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        output.print_error(MlmsubError(f"{error.strerror or error}: {error.filename or 'standard output'}"))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -57,6 +58,11 @@ def print_error(error: MlmsubError) -> None:
     print(f"{styled('error', 'error', stream=sys.stderr)}: {error.message}", file=sys.stderr)
     if error.fix:
         print(f"    fix: {error.fix}", file=sys.stderr)
+
+
+def note(text: bytes) -> None:
+    """Something beside the log, on stderr."""
+    print(text.decode(errors="replace").rstrip(), file=sys.stderr, flush=True)
 
 
 class RawPrinter:
@@ -133,7 +139,7 @@ class LogPrinter:
         self._let_go()
 
     def _let_go(self) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(BrokenPipeError):  # the main thread meets it too, and ends
             self._flush()
             sys.stdout.flush()
 

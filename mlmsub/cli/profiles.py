@@ -17,12 +17,18 @@ from mlmsub.transport.errors import TransportError
 
 def list_profiles(*, as_json: bool) -> None:
     user = config.User.current()
-    found = [config.load_profile(user, name) for name in config.profile_names(user)]
+    rows: list[tuple[str, ...]] = []
+    for name in config.profile_names(user):
+        try:
+            found = config.load_profile(user, name)
+            rows.append((name, found.profile.host or "this machine", found.profile.scheduler, found.source))
+        except UsageError as error:  # one that is broken does not hide the others
+            rows.append((name, "broken", "", error.message))
+    header = ("profile", "where", "scheduler", "source")
     if as_json:
-        output.print_json([{"name": p.name, "source": p.source, "host": p.profile.host} for p in found])
-        return
-    rows = [(p.name, p.profile.host or "this machine", p.profile.scheduler, p.source) for p in found]
-    output.print_table(("profile", "where", "scheduler", "source"), rows)
+        output.print_json([dict(zip(("name", *header[1:]), row, strict=True)) for row in rows])
+    else:
+        output.print_table(header, rows)
 
 
 def show_profile(name: str, *, as_json: bool) -> None:

@@ -92,7 +92,7 @@ def logs(word: str, trust: Trust, *, follow: bool, raw: bool, rank: int | None) 
         with Connections(trust) as connections:
             before = printer.received
             try:
-                runs.log(run, connections.to(run.place), printer.feed, follow=follow, offset=before)
+                runs.log(run, connections.to(run.place), printer.feed, output.note, follow=follow, offset=before)
                 break
             except ConnectionLost:
                 failures = 1 if printer.received > before else failures + 1

@@ -22,23 +22,17 @@ def run(
 ) -> None:
     user = config.User.current()
     records = Records(user.records_dir)
-    if from_file:
-        if options != Options(stage="", args=(), profile=options.profile):
-            raise UsageError("--from takes everything but --profile from the file", fix="leave the other options out")
-        resolved = reload(user, Path(from_file), options.profile)
-    elif not options.stage:
-        raise UsageError("which stage?", fix="mlmsub submit STAGE MODEL, see `mlmsub submit --help`")
-    else:
-        resolved = resolve(user, records, options)
-    if dry_run:
-        _show(app.prepare(resolved, records, new=new), as_json)
-        return
-    app.checked(resolved)
-    if not as_json:
-        output.print_issues(resolved.issues)
-    place = resolved.profile.place
     with connect.Connections(trust) as connections:
-        connections.begin(place)  # while the bundle is built
+        if options.stage and not dry_run:
+            connections.begin(config.load_profile(user, options.profile).place)  # while all is resolved and built
+        resolved = _resolve(options, user, records, from_file)
+        if dry_run:
+            _show(app.prepare(resolved, records, new=new), as_json)
+            return
+        app.checked(resolved)
+        if not as_json:
+            output.print_issues(resolved.issues)
+        place = resolved.profile.place
         prepared = app.prepare(resolved, records, new=new)
         record, existed = app.send(prepared, records, lambda: connections.to(place))
         if as_json:
@@ -52,6 +46,16 @@ def run(
             _watch(record, records, connections)
 
 
+def _resolve(options: Options, user: config.User, records: Records, from_file: str) -> Resolved:
+    if from_file:
+        if options != Options(stage="", args=(), profile=options.profile):
+            raise UsageError("--from takes everything but --profile from the file", fix="leave the other options out")
+        return reload(user, Path(from_file), options.profile)
+    if not options.stage:
+        raise UsageError("which stage?", fix="mlmsub submit STAGE MODEL, see `mlmsub submit --help`")
+    return resolve(user, records, options)
+
+
 def _announce(record: Record, existed: bool) -> None:
     done = "was submitted already as" if existed else "submitted as"
     what = "process" if record.scheduler == "local" else "job"
@@ -63,7 +67,7 @@ def _announce(record: Record, existed: bool) -> None:
 
 def _watch(record: Record, records: Records, connections: connect.Connections) -> None:
     printer = output.LogPrinter()
-    runs.log(record, connections.to(record.place), printer.feed, follow=True)
+    runs.log(record, connections.to(record.place), printer.feed, output.note, follow=True)
     printer.close()
     state = runs.settled(record, records, lambda r: connections.to(r.place))
     if state.state != "succeeded":

@@ -19,11 +19,13 @@ REDACTED = "***"
 _MERGED = """\
 # For scripts that source SANDBOX_ENV_SETUP again, as Megatron-LM's arguments.sh does: the same files in the same order.
 __mlm_env=${BASH_SOURCE[0]%/*} __mlm_back=$PWD
+__mlm_identity=$(declare -p RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT 2>/dev/null)
 for __mlm_file in $(<"$__mlm_env/order"); do
     builtin cd "$__mlm_env/../${__mlm_file%/*}" || return
     source "./${__mlm_file##*/}"
 done
 builtin cd "$__mlm_back" || return
+eval "$__mlm_identity"  # who a rank is stays as it was
 """
 
 
@@ -69,7 +71,7 @@ def build(
     shown, hidden = _redact(spec, secrets)
     files = {
         paths.ENTRYPOINT: resources["container/entrypoint.sh"],
-        paths.JOB_SCRIPT: script.render(resources[TEMPLATE].decode(), shown, run, stamp).encode(),
+        paths.JOB_SCRIPT: to_bytes(script.render(resources[TEMPLATE].decode(), shown, run, stamp)),
         paths.SPEC: _yaml(shown.to_data()),
         paths.PROFILE_ENV: _assignments(shown.profile_env),
         paths.OVERRIDES: _overrides(shown.overrides),
@@ -187,8 +189,8 @@ def secret_texts(secrets: Mapping[str, str]) -> list[str]:
 
 def _blacken(content: bytes, names: tuple[str, ...], values: list[str]) -> bytes:
     """Black out what is assigned to a secret name, and each secret value wherever it stands."""
+    for value in values:  # first: one may have several lines
+        content = content.replace(to_bytes(value), REDACTED.encode())
     for name in names:
         content = re.sub(rb"(?m)\b(" + name.encode() + rb"=)[^\n]*", rb"\1" + REDACTED.encode(), content)
-    for value in values:
-        content = content.replace(to_bytes(value), REDACTED.encode())
     return content

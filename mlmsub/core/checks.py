@@ -44,6 +44,7 @@ def model_conf(spec: RunSpec) -> modelconf.ModelConf | None:
 
 def _all(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Iterator[Issue]:
     yield from _stage(spec)
+    yield from _launch_script(spec)
     yield from _place(spec)
     yield from _env_setup(spec, reading)
     yield from _local(spec, values)
@@ -83,6 +84,15 @@ def _stage(spec: RunSpec) -> Iterator[Issue]:
         yield error("local-nodes", "nodes", f"this machine is one node, not {spec.nodes}", "leave out --nodes")
 
 
+def _launch_script(spec: RunSpec) -> Iterator[Issue]:
+    program = (spec.launch_script.split() or [""])[0].rpartition("/")[2]
+    if not program.startswith(("python", "torchrun")):
+        yield warning(
+            "launch-script", "LAUNCH_SCRIPT", f"{program!r} is taken for a python: one task per GPU",
+            "use python or torchrun, with a path if need be",
+        )  # fmt: skip
+
+
 def _place(spec: RunSpec) -> Iterator[Issue]:
     if any(c in spec.runs_root for c in "%,:\n"):
         yield error(
@@ -111,8 +121,8 @@ def _env_setup(spec: RunSpec, reading: Reading) -> Iterator[Issue]:
     if reading.unsure:
         yield warning(
             "env-setup-unsure", "SANDBOX_ENV_SETUP",
-            f"{spec.setup.path} uses what is not here ({', '.join(reading.missing[:3])}); its values are not sure "
-            "before the job",
+            f"the values of {spec.setup.path} are not sure before the job, since some of it is not here: "
+            f"{', '.join(reading.missing[:3])}",
         )  # fmt: skip
     assigned = {*reading.values, *reading.arrays, *spec.overrides}
     for name in IDENTITY:

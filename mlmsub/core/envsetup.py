@@ -112,19 +112,23 @@ def parse(output: bytes, given: dict[str, str]) -> Reading:
 
 
 def read_static(text: str) -> Reading:
-    """Plain `NAME=value` lines, without running anything (`--static`, or no usable bash); always unsure."""
+    """Plain `NAME=value` and `NAME=(...)` lines, without running anything (`--static`, or no bash); always unsure."""
     values: dict[str, str] = {}
+    arrays: dict[str, tuple[str, ...]] = {}
     for line in re.sub(r"\\\n", "", text).splitlines():
         match = re.match(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)", line)
-        if not match:
+        if not match or re.search(r"[$`]", match[2]):
             continue
+        array = re.fullmatch(r"\((.*)\)\s*(?:#.*)?", match[2])
         try:
-            words = shlex.split(match[2], comments=True)
+            words = shlex.split(array[1] if array else match[2], comments=True)
         except ValueError:  # a quote that ends on a later line
             continue
-        if not re.search(r"[$`]", match[2]):
+        if array:
+            arrays[match[1]] = tuple(words)
+        elif not match[2].startswith("("):
             values[match[1]] = words[0] if words else ""
-    return Reading(values, missing=("(read without running it)",), complete=True)
+    return Reading(values, arrays, missing=("it was read without running it",), complete=True)
 
 
 def doubts(content: bytes) -> str:

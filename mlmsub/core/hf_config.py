@@ -107,10 +107,8 @@ def _common(r: _Reader, *, activation: str = "silu", norm_key: str = "rms_norm_e
         padded_vocab_size=r.need("vocab_size"),
         make_vocab_size_divisible_by=1,
         untie_embeddings_and_output_weights=not r.get("tie_word_embeddings", False),
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bf16=True,
-    )
+        attention_dropout=0.0, hidden_dropout=0.0, bf16=True,
+    )  # fmt: skip
 
 
 def _llama(r: _Reader) -> None:
@@ -211,14 +209,11 @@ def _gpt_oss(r: _Reader) -> None:
     if kinds and kinds != ["sliding_attention", "full_attention"] * (len(kinds) // 2):
         raise r.refuse("the layers do not alternate between sliding and full attention")
     r.put(
-        quick_geglu=True,
-        glu_linear_offset=1.0,
-        activation_func_clamp_value=float(r.get("swiglu_limit", 7.0)),
-        softmax_type="learnable",
-        window_size=f"{r.get('sliding_window', 128) - 1},0",
-        window_attn_skip_freq=2,
+        quick_geglu=True, glu_linear_offset=1.0, activation_func_clamp_value=float(r.get("swiglu_limit", 7.0)),
+        no_bias_gelu_fusion=True,  # the fused kernel of megatron-core 0.19.2 clamps before it adds the bias
+        softmax_type="learnable", window_size=f"{r.get('sliding_window', 128) - 1},0", window_attn_skip_freq=2,
         moe_router_score_function="softmax",
-    )
+    )  # fmt: skip
 
 
 def _nemotron(r: _Reader) -> None:
@@ -245,11 +240,9 @@ def _nemotron_h(r: _Reader) -> None:
     r.put(
         hybrid_layer_pattern=pattern,
         position_embedding_type="none",
-        mamba_num_heads=r.need("mamba_num_heads"),
-        mamba_head_dim=r.need("mamba_head_dim"),
-        mamba_num_groups=r.get("n_groups", 8),
-        mamba_state_dim=r.get("ssm_state_size", 128),
-    )
+        mamba_num_heads=r.need("mamba_num_heads"), mamba_head_dim=r.need("mamba_head_dim"),
+        mamba_num_groups=r.get("n_groups", 8), mamba_state_dim=r.get("ssm_state_size", 128),
+    )  # fmt: skip
     if "E" in pattern:
         _experts(r, r.need("n_routed_experts"), [])
         _shared(r, r.get("moe_shared_expert_intermediate_size", 0) * r.get("n_shared_experts", 1))
@@ -300,6 +293,8 @@ def _rope(r: _Reader, theta: float = 10000) -> None:
             yarn_beta_slow=float(found.get("beta_slow", 1)),
             no_yarn_correction_range_round_to_int=found.get("truncate") is False,
         )
+        if found.get("mscale") and found.get("mscale_all_dim"):  # transformers heeds both or neither
+            r.put(mscale=float(found["mscale"]), mscale_all_dim=float(found["mscale_all_dim"]))
     elif kind == "linear":
         r.put(rotary_seq_len_interpolation_factor=int(found["factor"]))
     elif kind != "default":

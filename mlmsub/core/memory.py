@@ -202,9 +202,9 @@ class _Step:
         return self.arch.hidden / (self.layout.tp if on else 1)
 
     def forward_peak(self, letters: str) -> float:
-        """Without gradients only one part of one layer is alive, with the residual stream and what it returned."""
+        """Without gradients one part of one layer is alive, and the streams that its callers hold: three widths."""
         widths = {name: self._forward(name) for letter in sorted(set(letters)) for name in PARTS[letter]}
-        return 2 * self.tokens * (2 * self.hidden + max(widths.values(), default=0.0))
+        return 2 * self.tokens * (3 * self.hidden + max(widths.values(), default=0.0))
 
     def _forward(self, part: str) -> float:
         a, tp = self.arch, self.layout.tp
@@ -212,21 +212,24 @@ class _Step:
             rotated = 2 * (a.query_width + a.kv_width / 2) / tp
             return a.hidden + (a.query_width + a.kv_width) / tp + rotated + 2 * a.value_width / tp
         if part == "mlp":
-            return a.hidden + self._gates * 2 * a.ffn / tp
+            return a.hidden + self._mlp * a.ffn / tp
         if part == "mamba":
             return a.hidden + (6 * a.inner + 4 * a.mamba_groups * a.mamba_state) / tp
         return self._experts_forward()
 
     @property
-    def _gates(self) -> float:
-        """Widths of an MLP alive at once, in units of 2 x ffn: both halves, the activation, their product."""
-        return 2.0 if self.arch.gated else 1.0
+    def _mlp(self) -> float:
+        """What an unfused MLP holds, in widths of its ffn: both halves, their activation, offset and product.
+
+        Transformer Engine's fused SwiGLU holds three; the estimate is for the larger.
+        """
+        return 5.0 if self.arch.gated else 3.0
 
     def _experts_forward(self) -> float:
         """Tokens arrive top-k times: permuted, put out by the experts, gathered and weighted; the router in fp32."""
         a = self.arch
-        routed = self._arriving * (a.latent or a.hidden) * (4 if self.layout.ep == 1 else 6)
-        one_expert = self._gates * 2 * a.moe_ffn * self._arriving / a.experts * 2 / self.layout.expert_tp
+        routed = self._arriving * (a.latent or a.hidden) * (3 if self.layout.ep == 1 else 5)
+        one_expert = self._mlp * a.moe_ffn * self._arriving / a.experts * 2 / self.layout.expert_tp
         return a.hidden + routed + one_expert + self._router + 2 * a.hidden * bool(a.shared_ffn)
 
     @property
@@ -242,7 +245,7 @@ class _Step:
     @property
     def _router(self) -> float:
         """Logits, scores and top-k masks of all experts, most of them in fp32."""
-        return 8.0 * self.arch.experts * self.hidden / self.arch.hidden
+        return 6.0 * self.arch.experts * self.hidden / self.arch.hidden
 
     def forward_logits(self) -> float:
         return 2 * self.tokens * self.arch.vocab / self.layout.tp * 2
@@ -263,19 +266,24 @@ class _Step:
         a, tp = self.arch, self.layout.tp
         norm = 2 * self.hidden + (0.5 * self.hidden if self.work.dropout else 0)
         if part == "attention":
-            # the projection's output lives on in its views, next to the rotated copies; the output stands twice
-            low = a.q_lora * 2 + a.kv_lora * 2 + a.qk_rope if a.mla else 0
-            qkv = (a.query_width + a.kv_width) / tp
-            rotated = (a.query_width + a.kv_width / 2) / tp
-            return norm + low + qkv + rotated + 2 * a.value_width / tp + 2 * a.heads / tp
+            return norm + self._attention_saved()
         if part == "mlp":
-            return norm + (4 if a.gated else 3) * a.ffn / tp
+            return norm + self._mlp * a.ffn / tp
         if part == "mamba":
             return norm + (4 * a.inner + 4 * a.mamba_groups * a.mamba_state) / tp
-        each = 3 * (a.latent or a.hidden) + (5 if a.gated else 4) * a.moe_ffn / self.layout.expert_tp
-        routed = self._arriving * each
-        shared = (4 if a.gated else 3) * a.shared_ffn / tp
-        return norm + routed + shared + self._router
+        each = (a.latent or a.hidden) + (self._mlp + 1) * a.moe_ffn / self.layout.expert_tp
+        return norm + self._arriving * each + self._mlp * a.shared_ffn / tp + self._router
+
+    def _attention_saved(self) -> float:
+        """Query, key and value as attention reads them, its output, and projections that live on in their views."""
+        a, tp = self.arch, self.layout.tp
+        statistics = 2 * a.heads / tp
+        if a.mla:
+            low = 2 * (a.q_lora + a.kv_lora) + a.qk_rope
+            up = a.heads * (a.qk_head + a.v_head)
+            return low + (2 * a.query_width + up + a.value_width) / tp + statistics
+        projected, rotated = a.query_width + a.kv_width, a.query_width + a.kv_width / 2
+        return (projected + rotated + a.value_width) / tp + statistics
 
     def backward_working(self, letters: str) -> float:
         """Gradients of one layer in flight; under full recomputation that layer's saved tensors too."""
@@ -284,8 +292,9 @@ class _Step:
         return 2 * self.tokens * largest * (1.4 if self.work.recompute == "full" else 0.4)
 
     def training_logits(self) -> float:
-        """Logits in bf16, their fp32 copy that becomes the softmax, and the gradient."""
-        return self.tokens * self.arch.vocab / self.layout.tp * (2 + 4 + 2)
+        """A softmax in fp32 beside logits in bf16, later their gradient; and the output weight's own gradient."""
+        share = self.arch.vocab / self.layout.tp
+        return 6 * self.tokens * share + 2 * share * self.arch.hidden
 
     def draft(self, base: float) -> dict[str, float]:
         """EAGLE3: the draft's weights with gradients and Adam, and its test-time-training steps.

@@ -99,8 +99,8 @@ def link_target(text: str) -> str:
 def read_shell(text: str, name: str) -> ModelConf | None:
     """What a Megatron-LM style `.sh` conf says, as far as reading can tell; None where it says nothing readable.
 
-    As if no variable were set before it: `if [ -z ${X} ]` is taken, its `else` and `if [ -n "${X}" ]` are not. Raises UsageError for an
-    env setup, which sets TP, HF_MODEL_CKPT and the like, but no MODEL_ARGS.
+    As if no variable were set before it: `if [ -z ${X} ]` is taken, its `else` and `if [ -n "${X}" ]` are not.
+    Raises UsageError for an env setup, which sets TP, HF_MODEL_CKPT and the like, but no MODEL_ARGS.
     """
     values = _assignments(text)
     if "MODEL_ARGS" not in values:

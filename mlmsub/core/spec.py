@@ -138,7 +138,7 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     text = str(value)
     if text.startswith(_BASE64) or any("\ud800" <= c <= "\udfff" for c in text):
         return _BASE64 + base64.b64encode(to_bytes(text)).decode()
@@ -149,7 +149,7 @@ def _revived(data: object) -> object:
     if isinstance(data, list):
         return [_revived(item) for item in data]
     if isinstance(data, dict):
-        return {key: _revived(item) for key, item in data.items()}
+        return {_revived(key): _revived(item) for key, item in data.items()}
     if isinstance(data, str) and data.startswith(_BASE64):
         return to_text(base64.b64decode(data.removeprefix(_BASE64)))
     return data

@@ -117,13 +117,13 @@ def _fitting(facts: Facts, original: Facts) -> Suggestion | None:
     }  # fmt: skip
     host = _host(facts.memory, at)
     if facts.stage == "export":
-        rank = (float(-at.pp),)
+        rank: tuple[float, ...] = (float(-at.pp),)
     else:
         # a pipeline has bubbles, TP talks in every layer, experts twice in each MoE layer
         cost = 1.5 * log2(at.pp) + log2(at.tp) + 0.5 * log2(at.ep) + 0.75 * log2(at.expert_tp if facts.experts else 1)
         cost += 0.5 * ("recompute-granularity" in arguments)
         rank = (float(share > COMFORT), cost, share)
-    return Suggestion(at, facts.pipeline, most, _reason(facts, share, most, host), arguments, host, rank)
+    return Suggestion(at, facts.pipeline, most, _reason(facts, share, host), arguments, host, rank)
 
 
 def _host(stages: Sequence[Breakdown], at: Layout) -> float:
@@ -132,17 +132,17 @@ def _host(stages: Sequence[Breakdown], at: Layout) -> float:
     return max(sum(stage.host for stage in stages[start : start + at.gpus_per_node]) for start in nodes)
 
 
-def _reason(facts: Facts, share: float, most: Breakdown, host: float) -> str:
+def _reason(facts: Facts, share: float, host: float) -> str:
     at = facts.layout
+    words = ["no TP, no PP"] if at.tp * at.pp == 1 else []
+    if at.pp > 1 and isinstance(facts.pipeline, Pipeline):
+        words.append(f"layers {facts.pipeline.render()}")
     if facts.stage == "export":
-        return f"{at.pp} ranks write; {host:.0f} GiB of main memory on a node"
-    parts = [f"{name} {size}" for name, size in (("TP", at.tp), ("PP", at.pp)) if size > 1]
-    words = [" and ".join(parts) or "no TP, no PP"]
+        return "; ".join([*words, f"{host:.0f} GiB of main memory on a node"])
     if facts.experts:
         each = facts.experts // at.ep
-        words.append(f"{each} expert{'s' * (each > 1)} a rank" + (f" in {at.expert_tp} slices" * (at.expert_tp > 1)))
-    if at.dp > 1:
-        words.append(f"{at.dp} copies at work")
-    if facts.gpu_gib:
-        words.append(f"{share:.0%} of the GPU" + (", tight" if share > COMFORT else ""))
+        words.append(f"{each} expert{'s' * (each > 1)} a rank" + (f", each cut in {at.expert_tp}" * (at.expert_tp > 1)))
+    words.append(f"DP {at.dp}")
+    if share > COMFORT:
+        words.append("tight")
     return "; ".join(words)

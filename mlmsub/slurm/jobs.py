@@ -26,6 +26,7 @@ _STATES: dict[str, State] = {
     "TIMEOUT": "timeout", "DEADLINE": "timeout",
     "PREEMPTED": "preempted", "NODE_FAIL": "lost",
 }  # fmt: skip
+_CALLS_SLURM = ("cancel", "log", "status", "submit")
 LIVE: tuple[State, ...] = ("pending", "running", "unknown")
 
 
@@ -51,7 +52,9 @@ def _remote(name: str) -> str:
 
 def script(name: str, **parameters: str) -> str:
     """The shell program `name` with its parameters in front, each as a quoted assignment."""
-    return "".join(f"{assignment(key, value)}\n" for key, value in parameters.items()) + _remote(f"{name}.sh")
+    parts = ["".join(f"{assignment(key, value)}\n" for key, value in parameters.items())]
+    parts += [_remote("environment.sh")] if name in _CALLS_SLURM else []
+    return "".join((*parts, _remote(f"{name}.sh")))
 
 
 def run_lines(jobs: Sequence[tuple[str, str]]) -> str:
@@ -59,8 +62,8 @@ def run_lines(jobs: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{job} {directory}\n" for job, directory in jobs)
 
 
-def parse_submission(answer: str) -> tuple[str, bool]:
-    """(job id, whether it existed already); raises SchedulerRefused."""
+def parse_submission(answer: str, stderr: str = "") -> tuple[str, bool]:
+    """(job id, whether it existed already); raises SchedulerRefused. `stderr` is what the profile's prelude said."""
     pairs = [line.partition(" ")[::2] for line in answer.splitlines() if line]
     values = dict(reversed(pairs))
     if "job" in values:
@@ -70,7 +73,7 @@ def parse_submission(answer: str) -> tuple[str, bool]:
     if values.get("refused") == "sbatch":
         raise refusals.sbatch(int(values["code"]), "\n".join(v for k, v in pairs if k == "stderr"))
     if "refused" in values:
-        raise refusals.ours(values["refused"], values.get("at", ""))
+        raise refusals.ours(values["refused"], values.get("at", ""), stderr)
     raise SchedulerRefused(
         "the cluster gave no answer to the submission", stderr=answer, may_exist=True, fix="repeat the same command"
     )
@@ -99,7 +102,7 @@ def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
         word, reason, elapsed, nodes, start = facts["queue"]
         state = _settle(_STATES.get(word, "unknown"), exit_code)
         reason = "" if reason == "None" else reason
-        return JobState(state, word, reason, exit_code, elapsed, nodes, start, "queue")
+        return JobState(state, word, reason, exit_code, elapsed, nodes, start, source="queue")
     if len(facts.get("account", ())) == 5:
         word, code, elapsed, nodes, start = facts["account"]
         state = _settle(_STATES.get(word.split(" ")[0], "unknown"), exit_code)  # "CANCELLED by 1001"
@@ -107,7 +110,7 @@ def _judge(facts: dict[str, list[str]], queue_answers: bool) -> JobState:
             exit_code = int(code.partition(":")[0])  # sacct shows a code from 128 on less 128; the run's own is whole
         if state in ("pending", "running") and queue_answers:
             state = "unknown"  # accounting lags behind, or lost the end
-        return JobState(state, word, "", exit_code, elapsed, nodes, start, "accounting")
+        return JobState(state, word, "", exit_code, elapsed, nodes, start, source="accounting")
     if facts.get("alive") and not end:
         return JobState("running", elapsed=facts["alive"][0], nodes="1", source="files")
     if end:

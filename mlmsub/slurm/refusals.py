@@ -35,15 +35,25 @@ _OURS = {
     "parent-failed": ("{} has failed, so what waits for it would never start", "give another --after"),
     "no-script": ("the script {} is not there", "SANDBOX_DIR is where scripts are looked for"),
     "not-unpacked": ("the run directory did not arrive whole: {}", "try again"),
-    "no-sbatch": ("sbatch was not found on {}", "set the profile's `slurm_bin`"),
+    "PartitionTimeLimit": ("the partition does not allow that time limit, so job {} was cancelled", "set a shorter --time, or another --partition (see `sinfo -o '%P %l'`)"),
+    "PartitionNodeLimit": ("the partition does not have that many nodes, so job {} was cancelled", "set --nodes, or another --partition (see `sinfo -o '%P %D'`)"),
+    "no-sbatch": ("sbatch was not found on {}", "set the profile's `slurm_bin` to its folder, or `prelude` to what puts it on PATH (such as `module load slurm`)"),
+    "no-queue": ("an earlier attempt may have made the job, and squeue does not answer ({})", "repeat the same command later: it finds the job, or submits it"),
 }  # fmt: skip
 
 
-def ours(word: str, place: str) -> MlmsubError:
-    """The error for what the cluster lacks: found before sbatch was called, except that sbatch itself is missing."""
+_SLURMS = ("no-sbatch", "PartitionTimeLimit", "PartitionNodeLimit")
+
+
+def ours(word: str, place: str, stderr: str = "") -> MlmsubError:
+    """The error for what was found wrong before sbatch was called."""
     message, fix = _OURS[word]
-    kind = SchedulerRefused if word == "no-sbatch" else ClusterLacks
-    return kind(message.format(place), fix=fix)
+    message = message.format(place)
+    if word == "no-sbatch" and stderr.strip():
+        message += f"; the profile's prelude said: {stderr.strip().splitlines()[-1]}"
+    if word in ("no-sbatch", "no-queue"):
+        return SchedulerRefused(message, fix=fix, stderr=stderr, may_exist=word == "no-queue")
+    return ClusterLacks(message, fix=fix)
 
 
 def sbatch(code: int, stderr: str) -> SchedulerRefused:

@@ -34,6 +34,13 @@ class Transport(Protocol):
 
     where: str
 
+    def prepare(self) -> None:
+        """Start what the next `run` will need, so that its way there passes while the caller does something else.
+
+        Optional. A failure may show here, or only in that `run`.
+        """
+        ...
+
     def run(self, script: str, stdin: bytes | Iterable[bytes] = b"", timeout: float | None = None) -> Result:
         """Run `script` under /bin/sh, whatever the login shell is, with `stdin` as its standard input.
 

@@ -27,6 +27,3 @@ class LocalTransport(ScriptRunner):
             stderr=ended.said,
             fix="look whether this machine ends processes of users (memory or time limits on a login node)",
         )
-
-    def close(self) -> None:
-        """There is no connection."""

@@ -75,6 +75,7 @@ class OpenSSHTransport(wire.ScriptRunner):
 
     def close(self) -> None:
         """Remove the configuration; a master connection of the user's stays."""
+        super().close()
         self._folder.cleanup()
 
     def _exec(self, command: str) -> ProcessChannel:

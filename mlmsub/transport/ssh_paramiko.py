@@ -54,6 +54,7 @@ class ParamikoTransport(wire.ScriptRunner):
 
     def close(self) -> None:
         """End all hops, the last first."""
+        super().close()
         for transport in reversed(self._open):
             transport.close()
         self._open.clear()

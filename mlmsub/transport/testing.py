@@ -33,6 +33,9 @@ class FakeTransport:
         self.closed = False
         self._handler = handler
 
+    def prepare(self) -> None:
+        """There is nothing to prepare."""
+
     def run(self, script: str, stdin: bytes | Iterable[bytes] = b"", timeout: float | None = None) -> Result:
         """Record the call and answer it."""
         data = bytes(stdin) if isinstance(stdin, bytes | bytearray | memoryview) else b"".join(stdin)

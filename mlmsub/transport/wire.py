@@ -1,8 +1,9 @@
 """How a script travels: one exec string for every login shell, script and stdin in one byte stream.
 
 The login shell of the account sees a single line without newline, `!`, backslash or single quote inside the
-quotes, so sh, bash, csh, tcsh, zsh and fish all read it alike. It starts /bin/sh, which takes a counted
-script from the head of its stdin and leaves the rest to the script. Neither appears in a process list.
+quotes, so sh, bash, csh, tcsh, zsh and fish all read it alike. It starts /bin/sh, which takes eight digits, a
+script of so many bytes from its stdin, and leaves the rest to the script. Neither appears in a process list. Since
+the string does not depend on the script, the exec can be started before the script is known.
 
 `dd bs=1 count=N` would be the short way to read exactly N bytes but costs two system calls per byte; here
 each `dd` takes at most what is missing, and the loop goes on after a short read.
@@ -34,9 +35,9 @@ _Self = TypeVar("_Self", bound="ScriptRunner")
 
 _BOOT = (
     "exec /bin/sh -c '"
-    "m={marker}; s=$(LC_ALL=C; n={count}; while [ $n -gt 0 ]; do "
+    "m={marker}; r() {{ n=$1; while [ $n -gt 0 ]; do "
     'c=$(dd bs=$n count=1 2>/dev/null; echo .); c=${{c%.}}; [ -n "$c" ] || exit; '
-    'printf %s "$c"; n=$((n - ${{#c}})); done); '
+    'printf %s "$c"; n=$((n - ${{#c}})); done; }}; s=$(LC_ALL=C; r $(r 8) 2>/dev/null); '
     'case $s in "#$m"*) echo $m; echo $m >&2; (eval "$s"); r=$?; echo $m $r; echo $m $r >&2; exit $r;; esac; '
     "exit 126'"
 )
@@ -60,13 +61,23 @@ class Request:
     head: bytes
 
 
-def make_request(script: str) -> Request:
+def new_marker() -> str:
+    """What frames one exec's output; random, so that nothing the script prints is taken for it."""
+    return f"mlmsub-{secrets.token_hex(8)}"
+
+
+def boot(marker: str) -> str:
+    """The exec string."""
+    return _BOOT.format(marker=marker)
+
+
+def make_request(script: str, marker: str = "") -> Request:
     """Frame `script`; a NUL in it is a ValueError, since no shell can hold one."""
     if "\0" in script:
         raise ValueError("a shell script cannot contain NUL")
-    marker = f"mlmsub-{secrets.token_hex(8)}"
-    head = f"#{marker}\n{script}\n".encode("utf-8", "surrogateescape")
-    return Request(_BOOT.format(marker=marker, count=len(head)), marker.encode(), head)
+    marker = marker or new_marker()
+    text = f"#{marker}\n{script}\n".encode("utf-8", "surrogateescape")
+    return Request(boot(marker), marker.encode(), b"%8d" % len(text) + text)
 
 
 class Frame:
@@ -283,6 +294,7 @@ class ScriptRunner(ABC):
     """The `Transport` protocol on top of two things that differ: how to start an exec, and what its end means."""
 
     where: str
+    _prepared: tuple[str, Channel] | None = None  # marker and exec
 
     @abstractmethod
     def _exec(self, command: str) -> Channel:
@@ -292,10 +304,18 @@ class ScriptRunner(ABC):
     def _error(self, command: str, ended: Ended) -> TransportError:
         """Why there is no exit code of the script."""
 
+    def prepare(self) -> None:
+        """See `Transport.prepare`."""
+        if self._prepared is None:
+            marker = new_marker()
+            self._prepared = marker, self._exec(boot(marker))
+
     def run(self, script: str, stdin: bytes | Iterable[bytes] = b"", timeout: float | None = None) -> Result:
         """See `Transport.run`."""
-        request = make_request(script)
-        channel = self._exec(request.command)
+        marker, channel = self._prepared or ("", None)
+        request = make_request(script, marker)
+        self._prepared = None
+        channel = channel or self._exec(request.command)
         return self._result(request, exchange(channel, request, stdin, where=self.where, timeout=timeout))
 
     def stream(
@@ -319,9 +339,13 @@ class ScriptRunner(ABC):
             raise self._error(request.command, ended)
         return Result(ended.exit_code, ended.stdout, ended.stderr)
 
-    @abstractmethod
     def close(self) -> None:
-        """End the connection; a second call does nothing."""
+        """See `Transport.close`."""
+        if self._prepared is not None:
+            _, channel = self._prepared
+            self._prepared = None
+            channel.close_write()
+            channel.finish()
 
     def __enter__(self: _Self) -> _Self:
         return self

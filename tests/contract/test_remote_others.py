@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,6 @@ def ended(run: Path, code: str = "0") -> None:
 # --- status ----------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="B45: source is lost")
 def test_the_queue_is_asked_once_for_all_of_the_users_jobs(cluster: Cluster, run: Path) -> None:
     cluster.program(
         "squeue", f'echo "$@" >>{cluster.folder}/asked; echo "12|FAILED|None|1|1|x"; echo "123|RUNNING|None|1:00|2|s"'
@@ -138,7 +138,6 @@ def test_following_ends_with_the_job(cluster: Cluster, run: Path, squeue: str) -
     assert log(cluster, run, "1").stdout.endswith(b"two")
 
 
-@pytest.mark.xfail(strict=True, raises=subprocess.TimeoutExpired, reason="B48: what squeue warns of hides the state")
 def test_following_ends_though_squeue_warns(cluster: Cluster, run: Path) -> None:
     cluster.program("squeue", "echo 'squeue: error: a setting is deprecated' >&2; echo COMPLETED")
     assert log(cluster, run, "1", timeout=3).stdout.endswith(b"two")

@@ -94,9 +94,14 @@ EYE = dict(
 TWINS["llama4-scout"] = ("Llama4Config", LLAMA4)
 TWINS["llama4-no-qk-norm"] = ("Llama4Config", dict(LLAMA4, use_qk_norm=False))
 
+GPT_OSS = dict(
+    SMALL, num_hidden_layers=4, head_dim=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2,
+    sliding_window=16, max_position_embeddings=4096,
+    rope_parameters=dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0,
+                         truncate=False, original_max_position_embeddings=128),
+)  # fmt: skip
+
 NOT_HERE = {
-    "gpt-oss": "attention sinks and windows need Transformer Engine in mlmsub's layer spec, and ModelOpt 0.47 imports "
-    "MXFP4 blocks only, which transformers does not write",
     "nemotron": "ModelOpt 0.47 cannot import NemotronForCausalLM",
     "nemotron-h": "Megatron's Mamba layers need mamba-ssm, whose kernels are CUDA's; mlmsub's stages build no hybrids",
 }
@@ -188,6 +193,47 @@ def _scale_as_deepseek_does(made: torch.nn.Module) -> None:
         layer.self_attn.scaling *= scale**2
 
 
+@pytest.mark.parametrize("scales", [{}, dict(mscale=0.7, mscale_all_dim=1.0)], ids=["published", "with-mscale"])
+def test_gpt_oss_logits_are_those_of_transformers(
+    scales: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks and windows are Transformer Engine's in mlmsub; here Megatron's own local attention stands in for it."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from mlmsub.runtime import attention
+
+    monkeypatch.setattr(attention, "TorchAttention", DotProductAttention)
+    reference = make(
+        tmp_path / "hf", "GptOssConfig", dict(GPT_OSS, rope_parameters={**GPT_OSS["rope_parameters"], **scales})
+    )
+    _store_as_mxfp4(reference, tmp_path / "hf" / "model.safetensors")
+    got, want = ours(tmp_path, tmp_path / "hf", torch.float32), theirs(reference)
+    assert cosine(got, want) > 1 - 1e-6
+    assert torch.allclose(got, want, atol=2e-3), float((got - want).abs().max())
+
+
+def _store_as_mxfp4(made: torch.nn.Module, file: Path) -> None:
+    """Give the experts random MXFP4 weights, in the model and, as blocks and scales, in the file (OCP MX v1.0)."""
+    from safetensors.torch import load_file, save_file
+
+    half = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # e2m1
+    values, random = torch.tensor(half + [-value for value in half]), torch.Generator().manual_seed(7)
+    stored = load_file(file)
+    for index, layer in enumerate(made.model.layers):
+        stored[f"model.layers.{index}.self_attn.sinks"] = layer.self_attn.sinks.detach().uniform_(-1, 1).clone()
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, name).detach()  # [experts, in, out]; the file has [experts, out, in]
+            shape = (weight.shape[0], weight.shape[2], weight.shape[1] // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=random)
+            scales = torch.randint(122, 125, shape, dtype=torch.uint8, generator=random)
+            pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
+            weight.copy_((pairs * 2.0 ** (scales.float() - 127)[..., None]).flatten(-2).transpose(1, 2))
+            key = f"model.layers.{index}.mlp.experts.{name}"
+            del stored[key]
+            stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    save_file(stored, file, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("name", NOT_HERE)
 def test_families_that_cannot_run_here(name: str) -> None:
     pytest.skip(NOT_HERE[name])
@@ -198,6 +244,48 @@ def test_kimis_beta_fast_decides(tmp_path: Path) -> None:
     reference = make(tmp_path / "hf", *TWINS["kimi-k2"])
     got = ours(tmp_path, tmp_path / "hf", torch.float32, {"beta_fast": "32.0"})
     assert cosine(got, theirs(reference)) < 0.99
+
+
+# --- what mlmsub's runtime mends in the libraries: each fails when a library no longer needs it ---
+
+
+def test_megatron_drops_the_rope_factor(tmp_path: Path) -> None:
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    make(tmp_path / "hf", *TWINS["llama-3.2"])
+    with opened(tmp_path, tmp_path / "hf") as session:
+        assert session.args.rope_scaling_factor == 32.0
+        assert gpt_config_from_args(session.args).rope_scaling_factor == 8.0
+
+
+def test_megatron_refuses_latent_attention_with_full_rank_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from mlmsub.runtime import attention
+
+    make(tmp_path / "hf", *TWINS["deepseek-v2-lite"])
+    monkeypatch.setattr(attention, "FullRankMLASelfAttention", MLASelfAttention)
+    with pytest.raises(RuntimeError, match="qk_layernorm requires"):
+        ours(tmp_path, tmp_path / "hf", torch.float32)
+
+
+def test_megatron_norms_queries_of_layers_without_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlmsub.runtime import model
+
+    reference = make(tmp_path / "hf", *TWINS["llama4-scout"])
+    monkeypatch.setattr(model, "_without_l2_norm", lambda layer: layer)
+    assert cosine(ours(tmp_path, tmp_path / "hf", torch.float32), theirs(reference)) < 0.9999
+
+
+def test_megatrons_fused_activation_clamps_too_early() -> None:
+    from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
+
+    half, bias, one = torch.full((1, 2), 7.0), torch.full((2,), 7.0), torch.ones(1, 1)
+    fused = weighted_bias_quick_geglu_impl(half, bias, one, False, 0.0, 7.0)
+    clamped = weighted_bias_quick_geglu_impl(half, torch.zeros(2), one, False, 0.0, 7.0)
+    assert not torch.equal(fused, clamped), "clamped after the bias, 14 is 7 again: take no-bias-gelu-fusion out"
 
 
 def test_kimi_in_bf16_differs_by_rounding_alone(tmp_path: Path) -> None:

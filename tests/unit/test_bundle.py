@@ -165,6 +165,14 @@ def test_a_secret_in_an_override() -> None:
     assert made.files[paths.ORDER].decode().split()[-1] == "secrets/overrides.sh"
 
 
+def test_a_secret_name_is_enough_however_short_its_value() -> None:
+    made = built(run_spec(overrides={"HF_TOKEN": "x"}, profile_env={"WANDB_API_KEY": "y"}))
+    assert b"HF_TOKEN" not in made.files[paths.OVERRIDES]
+    assert made.secrets["secrets/overrides.sh"].endswith(b"HF_TOKEN=x\n")
+    assert b"WANDB_API_KEY" not in made.files[paths.PROFILE_ENV]
+    assert made.secrets["secrets/env.sh"] == b"WANDB_API_KEY=y\n"
+
+
 def test_a_secret_within_another_value_of_an_override() -> None:
     made = built(run_spec(overrides={"HEADER": f"Bearer {TOKEN}"}), HF_TOKEN=TOKEN)
     assert_hidden(made)

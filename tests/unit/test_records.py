@@ -54,7 +54,7 @@ def test_a_save_that_breaks_off_leaves_the_old_record(records: Records, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UsageError, match="No space"):
         records.submitted(record("a"), "9")
     assert records.all() == [record("a", job_id="")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -396,7 +397,7 @@ def test_a_submission_is_one_exec_with_the_bundle(lab: User, records: Records) -
     prepared = submit.prepare(resolved(lab), records)
     record, existed = submit.send(prepared, records, lambda: fake)
     assert (record.job_id, existed) == ("12", False)
-    assert [call.stdin for call in fake.calls] == [prepared.bundle.tar()]
+    assert [gzip.decompress(call.stdin) for call in fake.calls] == [prepared.bundle.tar()]
     assert records.all() == [record]
 
 

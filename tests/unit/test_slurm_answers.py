@@ -134,20 +134,17 @@ def test_slurms_states(word: str, expected: str) -> None:
     assert state(f"account|7|{word}|0:0|00:01:00|2|x").state == expected
 
 
-@pytest.mark.xfail(strict=True, reason="B45: source is lost")
 def test_the_queue_says_all_it_knows() -> None:
     assert state("queue-answers|yes", "queue|7|PENDING|Dependency|0:00|2|N/A") == JobState(
         "pending", "PENDING", "Dependency", elapsed="0:00", nodes="2", start="N/A", source="queue"
     )
 
 
-@pytest.mark.xfail(strict=True, reason="B45: source is lost")
 def test_the_queue_comes_before_accounting_and_files() -> None:
     told = state("queue-answers|yes", "queue|7|RUNNING|None|1:00|2|x", "account|7|COMPLETED|0:0|1|2|x", "end|7|0 7 0")
     assert (told.state, told.source) == ("running", "queue")
 
 
-@pytest.mark.xfail(strict=True, reason="B45: source is lost")
 def test_accounting_speaks_when_the_queue_has_forgotten() -> None:
     told = state("queue-answers|yes", "account|7|CANCELLED by 1001|0:15|00:01:00|2|x")
     assert (told.state, told.exit_code, told.source) == ("cancelled", 0, "accounting")

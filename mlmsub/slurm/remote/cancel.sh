@@ -1,8 +1,13 @@
 # shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
 
-# Cancel runs: runs on the cluster under /bin/sh. The client puts in front: slurm_bin, clusters and runs (a line
-# `job directory` each).
-PATH=${slurm_bin:+$slurm_bin:}$PATH
+# Cancel runs: runs on the cluster under /bin/sh. The client puts in front: environment.sh, clusters and
+# runs (a line `job directory` each).
+queue=$(squeue ${clusters:+-M "$clusters"} -h -u "$(id -un)" -o '%i|%Z' 2>/dev/null </dev/null)
+doubles() { # JOB DIRECTORY: the run's other jobs, made by an sbatch whose answer was late
+    printf '%s\n' "$queue" | while IFS='|' read -r id where; do
+        [ "$where" != "$2" ] || [ "$id" = "$1" ] || echo "$id"
+    done
+}
 printf '%s' "$runs" | while read -r job dir; do
     if [ -s "$dir/state/end" ]; then
         printf '%s|ended\n' "$job"
@@ -15,7 +20,12 @@ printf '%s' "$runs" | while read -r job dir; do
         pkill -KILL -s "$job" 2>/dev/null
         echo "143 $job 0" >"$dir/state/end"
     else
-        error=$(scancel ${clusters:+-M "$clusters"} "$job" 2>&1 </dev/null) || { printf '%s|%s\n' "$job" "$error"; continue; }
+        # shellcheck disable=SC2046  # ids
+        error=$(scancel ${clusters:+-M "$clusters"} "$job" $(doubles "$job" "$dir") 2>&1 </dev/null) || {
+            printf '%s|%s\n' "$job" "$error"
+            continue
+        }
+        ln -sT "$job" "$dir/state/job" 2>/dev/null # claims the run: a job that arrives later ends at once
     fi
     rm -rf "$dir/secrets"
     printf '%s|\n' "$job"

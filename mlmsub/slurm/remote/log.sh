@@ -1,18 +1,24 @@
 # shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
 
-# Print a run's log, from byte `offset` on: runs on the cluster under /bin/sh. The client puts in front: slurm_bin,
-# clusters, run_dir, job, follow (1 or empty) and offset. Following ends when the run has ended and all of its log is printed.
-PATH=${slurm_bin:+$slurm_bin:}$PATH
+# Print a run's log, from byte `offset` on: runs on the cluster under /bin/sh. The client puts in front:
+# environment.sh, clusters, run_dir, job, follow (1 or empty) and offset. Following ends when the run has ended and all
+# of its log is printed.
 ended() {
     [ ! -s "$run_dir/state/end" ] || return 0
     if [ -e "$run_dir/local" ]; then ! kill -0 "$job" 2>/dev/null; return; fi
     # done also where the job ended without a last word: cancelled, out of time, its node lost
-    state=$(squeue ${clusters:+-M "$clusters"} -h -t all -j "$job" -o %T 2>&1 </dev/null)
+    state=$(squeue ${clusters:+-M "$clusters"} -h -t all -j "$job" -o %T 2>&1 </dev/null | tail -n 1)
     case $state in '' | *Invalid\ job\ id* | CANCELLED | COMPLETED | FAILED | TIMEOUT | NODE_FAIL | OUT_OF_MEMORY | PREEMPTED | DEADLINE | BOOT_FAIL) return 0 ;; esac
     return 1
 }
+set -- "$run_dir"/logs/*.log
 [ -d "$run_dir" ] || { echo "no run directory $run_dir" >&2; exit 3; }
+told=
 while :; do
+    if [ -n "$follow" ] && [ -z "$told" ] && ! [ -f "$1" ]; then
+        echo "waiting for job $job to start: $(squeue ${clusters:+-M "$clusters"} -h -j "$job" -o '%T (%r)' 2>/dev/null </dev/null)" >&2
+        told=1
+    fi
     if ended; then last=1; else last=; fi
     set -- "$run_dir"/logs/*.log
     if [ -f "$1" ]; then

@@ -1,9 +1,8 @@
 # shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
 
-# The state of any number of runs in one go: runs on the cluster under /bin/sh. The client puts in front: slurm_bin,
+# The state of any number of runs in one go: runs on the cluster under /bin/sh. The client puts in front: environment.sh,
 # clusters, jobs (ids joined by commas) and runs (a line `job directory` each). Three sources, each with its own word:
 # the queue, accounting, and what the runs wrote themselves.
-PATH=${slurm_bin:+$slurm_bin:}$PATH
 say() { printf '%s|%s\n' "$1" "$2"; }
 over() { # JOB DIRECTORY: the job will not run again, as far as anybody knows
     [ ! -s "$2/state/end" ] || return 0

@@ -1,30 +1,33 @@
 # shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
 
 # Submit one run: runs on the cluster under /bin/sh, with the run directory as a tar on standard input. The client
-# puts assignments in front: run_dir scheduler slurm_bin clusters pass_env image sources script cluster_setup ntasks job_name stamp parents.
+# puts in front: environment.sh, run_dir scheduler clusters pass_env image sources script cluster_setup ntasks job_name stamp
+# parents unpack (the program that undoes the compression).
 # Answers with lines `key value`; the exit code is 0 whenever there is an answer.
 users_umask=$(umask)
 umask 077
 say() { printf '%s %s\n' "$1" "$2"; }
 refuse() { say refused "$1"; say at "$2"; exit 0; }
 
-PATH=${slurm_bin:+$slurm_bin:}$PATH
 root=${run_dir%/*/*}
 
 # --- a run that is there already -------------------------------------------------
 find_job() { # the job of this run directory, by what Slurm keeps of every job: its working directory
-    squeue ${clusters:+-M "$clusters"} -h -t all -u "$(id -un)" -o '%i|%T|%Z' 2>/dev/null </dev/null |
-        while IFS='|' read -r job state dir; do
-            [ "$dir" = "$run_dir" ] || continue
-            # of a job that it refuses Slurm may keep a record too: failed, and never started
-            [ "$state" != FAILED ] || [ -L "$run_dir/state/job" ] || continue
-            echo "$job"
-        done | head -n 1
+    [ "$scheduler" != local ] || return 0
+    queue=$(squeue ${clusters:+-M "$clusters"} -h -t all -u "$(id -un)" -o '%i|%T|%Z' 2>&1 </dev/null) || return
+    printf '%s\n' "$queue" | while IFS='|' read -r job state dir; do
+        [ "$dir" = "$run_dir" ] || continue
+        # of a job that it refuses Slurm may keep a record too: failed, and never started
+        [ "$state" != FAILED ] || [ -L "$run_dir/state/job" ] || continue
+        echo "$job"
+    done | head -n 1
 }
 if [ -d "$run_dir" ]; then
-    job=$(cat "$run_dir/state/submitted" 2>/dev/null) || job=$(readlink "$run_dir/state/job") || job=$(find_job)
+    job=$(readlink "$run_dir/state/job") || job=$(cat "$run_dir/state/submitted" 2>/dev/null) || job=$(find_job) ||
+        refuse no-queue "$(squeue 2>&1 >/dev/null </dev/null | tail -n 1)"
     [ -z "$job" ] || { say existing "$job"; exit 0; }
 fi
+[ "$scheduler" = local ] || command -v sbatch >/dev/null || refuse no-sbatch "$PATH"
 
 # --- what the job will need --------------------------------------------------------
 mkdir -p "${run_dir%/*}" 2>/dev/null && [ -w "${run_dir%/*}" ] || refuse not-writable "$root"
@@ -51,8 +54,9 @@ undo() { rm -rf "$part" "$run_dir"; rmdir "${run_dir%/*}" 2>/dev/null; }
 if [ -d "$run_dir" ]; then
     cat >/dev/null # unpacked before a connection broke; another sbatch does no harm, since one job alone can claim the run
 else
+    rm -rf "$run_dir".part.* # of an attempt whose connection broke
     mkdir "$part" || refuse not-writable "$root"
-    if ! error=$(tar -xf - --no-same-owner -C "$part" 2>&1 && cd "$part" && sha256sum --quiet -c manifest.sha256 2>&1); then
+    if ! error=$( (${unpack:-cat} | tar -xf - --no-same-owner -C "$part" && cd "$part" && sha256sum --quiet -c manifest.sha256) 2>&1); then
         undo
         refuse not-unpacked "$error"
     fi
@@ -60,7 +64,10 @@ else
         cp "$cluster_setup" "$part/env/setup.sh" 2>/dev/null || { undo; refuse no-setup "$cluster_setup"; }
     fi
     mkdir -p "$part/logs" "$part/state"
-    mv "$part" "$run_dir" || { undo; refuse not-writable "$root"; }
+    mv -T "$part" "$run_dir" 2>/dev/null || { # an earlier attempt, thought dead, may have been first
+        rm -rf "$part"
+        [ -d "$run_dir" ] || refuse not-writable "$root"
+    }
 fi
 cd "$run_dir" || exit 1
 
@@ -79,12 +86,20 @@ if [ "$scheduler" = local ]; then
     say job $!
     exit 0
 fi
-command -v sbatch >/dev/null || { undo; refuse no-sbatch "$PATH"; }
 out=$(env -i "$@" sbatch --parsable job.sbatch 2>state/sbatch.err </dev/null)
 code=$?
 job=$(printf '%s\n' "$out" | sed -n 's/^\([0-9][0-9]*\)\(;.*\)\{0,1\}$/\1/p' | tail -n 1)
 if [ "$code" -eq 0 ] && [ -n "$job" ]; then
     echo "$job" >state/submitted
+    # Slurm may accept what its partition will never start (EnforcePartLimits=NO)
+    reason=$(squeue ${clusters:+-M "$clusters"} -h -j "$job" -o %r 2>/dev/null </dev/null | tail -n 1)
+    case $reason in
+        PartitionTimeLimit | PartitionNodeLimit)
+            scancel ${clusters:+-M "$clusters"} "$job" </dev/null
+            cd / && undo
+            refuse "$reason" "$job"
+            ;;
+    esac
     say job "$job"
 else
     error=$(cat state/sbatch.err)

@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC1090,SC1091,SC2034,SC2086,SC2154  # it behaves as the original does
 # Behaves as Megatron-LM's conf/arguments.sh of examples/post_training/modelopt does, in the points that matter to who
 # submits: it sources the env setup again, fills in defaults, installs unless told not to, and exports five names anew.
 MLM_MODEL_CFG=$1

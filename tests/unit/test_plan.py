@@ -1,0 +1,188 @@
+"""`mlmsub plan`, and the rules in `submit`: what is shown, what is refused, what is allowed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modelfacts import KIMI, LLAMA, QWEN_MOE
+
+from mlmsub.app import plan, submit
+from mlmsub.app.config import User
+from mlmsub.app.records import Records
+from mlmsub.app.resolve import Resolved, resolve
+from mlmsub.app.sources import Request
+from mlmsub.cli import plan as screen
+from mlmsub.core.errors import ChecksFailed
+from mlmsub.core.spec import RunSpec
+
+WriteProfile = Callable[[str, str], Path]
+EAGLE3 = "conf/moonshotai/kimi_k2_instruct.sh"
+EXPORT = "conf/moonshotai/kimi_k2_instruct_export.sh"
+
+
+@pytest.fixture
+def lab(user: User, write_profile: WriteProfile) -> User:
+    write_profile("lab", "account: proj\npartition: batch\nimage: /images/m.sqsh\ngpu_type: h100\n")
+    return user
+
+
+def resolved(user: User, stage: str, *args: str, sets: tuple[str, ...] = (), **changes: Any) -> Resolved:
+    return resolve(user, Records(user.records_dir), replace(Request(stage, args, overrides=sets), **changes))
+
+
+def codes(found: Resolved, severity: str) -> list[str]:
+    return [issue.code for issue in found.issues if issue.severity == severity]
+
+
+def setup(user: User, text: str) -> str:
+    (user.cwd / "env.sh").write_text(text)
+    return "env.sh"
+
+
+# --- submit refuses -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "args", "sets", "code"),
+    [
+        ("quantize", (KIMI,), ("EP=60",), "experts"),
+        ("quantize", (KIMI,), ("ETP=2", "EP=24"), "expert-world-size"),
+        ("export", (LLAMA,), ("TP=8", "MLM_MODEL_CKPT=/workspace/scratch/c"), "export-tp"),
+        ("prune", (LLAMA,), ("TP=2",), "prune-tp"),
+        ("quantize", (LLAMA, "auto"), ("PP=2", "MLM_EXTRA_ARGS=--auto-quantize-bits 4.8"), "auto-quantize"),
+        ("quantize", (LLAMA,), ("TP=eight",), "layout-value"),
+    ],
+)
+def test_submit_refuses_what_cannot_work(
+    lab: User, stage: str, args: tuple[str, ...], sets: tuple[str, ...], code: str
+) -> None:
+    found = resolved(lab, stage, *args, sets=sets, nodes="4")
+    assert code in codes(found, "error")
+    with pytest.raises(ChecksFailed):
+        submit.checked(found)
+
+
+def test_allow_makes_it_a_warning_and_is_recorded(lab: User) -> None:
+    sets = ("TP=8", "MLM_MODEL_CKPT=/workspace/scratch/c")
+    found = resolved(lab, "export", LLAMA, sets=sets, allow=("export-tp",))
+    assert ("export-tp" in codes(found, "warning"), codes(found, "error")) == (True, [])
+    data = found.spec.to_data()
+    assert data["allow"] == ["export-tp"]
+    assert RunSpec.from_data(data, "run.yaml").allow == ("export-tp",)
+
+
+def test_allow_of_what_is_not_there_is_said(lab: User) -> None:
+    found = resolved(lab, "quantize", LLAMA, allow=("expert",))
+    said = [issue for issue in found.issues if issue.code == "allow-unused"]
+    assert "did you mean 'experts'?" in said[0].message
+
+
+def test_allow_does_not_allow_other_errors(lab: User) -> None:
+    found = resolved(lab, "quantize", KIMI, sets=("EP=60", "PP=8"), nodes="4", allow=("experts",))
+    assert {"layers", "expert-world-size"} <= set(codes(found, "error"))
+
+
+def test_unsure_values_warn(lab: User) -> None:
+    found = resolved(lab, "quantize", KIMI, nodes="4", env_setup=setup(lab, "EP=60\nmodule load cuda\n"))
+    assert "experts" in codes(found, "warning")
+    assert codes(found, "error") == []
+
+
+def test_a_script_is_warned_by_the_name_of_its_example(lab: User) -> None:
+    found = resolved(lab, "script", "export.sh", LLAMA, sets=("TP=8",))
+    assert "export-tp" in codes(found, "warning")
+    assert codes(resolved(lab, "script", "my_own.sh", LLAMA, sets=("TP=3",)), "error") == []
+
+
+def test_an_array_of_arguments_is_read_by_its_elements(lab: User) -> None:
+    text = "PP=16\nMLM_MODEL_CKPT=/workspace/scratch/c\nMLM_EXTRA_ARGS=(--decoder-first-pipeline-num-layers 3\n"
+    found = resolved(
+        lab, "export", KIMI, nodes="2", env_setup=setup(lab, text + "--decoder-last-pipeline-num-layers 2)\n")
+    )
+    assert codes(found, "error") == []
+
+
+def test_a_shell_conf_is_read_and_warned_about(lab: User) -> None:
+    (lab.cwd / "m.sh").write_text(
+        'MODEL_ARGS=" --num-layers 30 --hidden-size 64 --num-attention-heads 4 "\nTOKENIZER_MODEL=x/m\n'
+    )
+    found = resolved(lab, "quantize", "m.sh", sets=("PP=4",))
+    assert "layers" in codes(found, "warning")
+
+
+# --- the plan -------------------------------------------------------------------------------
+
+
+def made(user: User, *args: str, suggest: bool = False, **changes: Any) -> plan.Plan:
+    return plan.make(resolved(user, *args, **changes), with_suggestions=suggest, free_nodes="nodes" not in changes)
+
+
+def test_the_plan_as_data(lab: User) -> None:
+    data = plan.data(made(lab, "eagle3", KIMI, nodes="8", env_setup=EAGLE3))
+    assert data["world"] == 64
+    assert data["groups"] == {"TP": 8, "CP": 1, "DP": 8, "PP": 1, "ETP": 1, "EP": 64, "EDP": 1}
+    assert data["values"]["TP"] == {"value": "8", "origin": "env setup"}  # type: ignore[index]
+    assert data["values"]["PP"]["origin"] == "default"  # type: ignore[index]
+    assert data["mounts"] == ["/lustre/me:/workspace/scratch"]
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_pipeline_stages_with_the_same_load_stand_together(lab: User) -> None:
+    found = made(lab, "export", KIMI, nodes="2", env_setup=EXPORT)
+    assert found.facts
+    assert [(one.first, one.last, one.layers) for one in plan.stretches(found.facts)] == [
+        (0, 0, (0, 2)), (1, 14, (3, 58)), (15, 15, (59, 60)),
+    ]  # fmt: skip
+
+
+def test_the_screen(lab: User, capsys: pytest.CaptureFixture[str]) -> None:
+    screen._show(made(lab, "quantize", KIMI, nodes="4", sets=("EP=60", "PP=8")))
+    text = capsys.readouterr().out
+    for words in (
+        "1.03 T parameters, 32.9 B active; 1 dense, 60 MoE layers", "4 nodes x 8 h100  profile lab",
+        "/lustre/me -> /workspace/scratch", "TP 1 x CP 1 x DP 4 x PP 8", "fix: EP may be 1, 2, 3", "3 errors",
+    ):  # fmt: skip
+        assert words in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= screen.WIDTH
+
+
+def test_the_screen_of_a_plan_that_fits(lab: User, capsys: pytest.CaptureFixture[str]) -> None:
+    screen._show(made(lab, "quantize", QWEN_MOE, sets=("EP=8",)))
+    text = capsys.readouterr().out
+    assert "ETP 1 x EP 8 x EDP 1 x PP 1   16 of 128 a rank" in text
+    assert "memory of one GPU, estimated, GiB of 75" in text
+    assert max(map(len, text.splitlines())) <= screen.WIDTH
+
+
+def test_the_screen_of_suggestions(lab: User, capsys: pytest.CaptureFixture[str]) -> None:
+    screen._show(made(lab, "export", KIMI, nodes="2", suggest=True))
+    text = capsys.readouterr().out
+    assert "layouts on 2 nodes x 8 GPUs, best first" in text
+    assert "1  PP=16" in text and "3+14x4+2" in text
+    screen._show(made(lab, "quantize", KIMI, nodes="1", suggest=True))
+    assert "no layout: none satisfies the rules" in capsys.readouterr().out
+
+
+def test_a_secret_is_not_shown(lab: User, capsys: pytest.CaptureFixture[str]) -> None:
+    found = made(lab, "quantize", LLAMA, env_setup=setup(lab, "HF_TOKEN=hf_abc\nX=a-hf_abc-b\n"))
+    screen._show(found)
+    assert "hf_abc" not in capsys.readouterr().out + json.dumps(plan.data(found))
+
+
+@pytest.mark.parametrize(("sets", "code"), [((), 0), (("EP=3",), 3)])
+def test_the_exit_code(tmp_path: Path, sets: tuple[str, ...], code: int) -> None:
+    profile = tmp_path / "p.yaml"
+    profile.write_text("image: /i.sqsh\nscratch: /lustre/me\n")
+    options = [word for text in sets for word in ("--set", text)]
+    command = [sys.executable, "-m", "mlmsub.cli.main", "plan", "quantize", LLAMA, "--profile", str(profile), "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert json.loads(done.stdout)["stage"] == "quantize"
