@@ -1,6 +1,6 @@
 """Peak memory on one GPU, measured, beside what mlmsub.core.memory estimates for the same work.
 
-    python benchmarks/memory.py                      # one GPU with 80 GB or more; about three minutes
+    python benchmarks/memory.py                      # one GPU with 80 GB or more; about two minutes
     python benchmarks/memory.py --device cpu --tiny  # every case at toy sizes: does the script run?
 
 Models have random weights, so nothing is downloaded. Each case runs in its own process and prints one JSON line:
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
-import subprocess
+import multiprocessing
+import multiprocessing.connection
+import os
 import sys
-import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,32 +91,31 @@ class Case:
 
 FORWARD = memory.Work("forward", logits=False)
 TRAINING = memory.Work("training", distributed_optimizer=True, fused_optimizer=False)
+# the most telling first
 CASES = {
-    "calibrate dense 1x512": Case("llama-8b", replace(FORWARD, batch=1, length=512)),
-    "calibrate dense 32x512": Case("llama-8b", replace(FORWARD, batch=32, length=512)),
-    "calibrate dense 1x65536": Case("llama-8b", replace(FORWARD, batch=1, length=65536)),
-    "calibrate MoE 32x512": Case("qwen3-moe", replace(FORWARD, batch=32, length=512), {"num-layers": "8"}),
-    "calibrate MLA+MoE 64x512": Case(
-        "deepseek-moe", replace(FORWARD, batch=64, length=512),
-        {"num-layers": "8", "moe-layer-freq": "[0]*1+[1]*7"},
-    ),
-    "logits dense 4x4096": Case("llama-8b", replace(FORWARD, batch=4, length=4096, logits=True)),
-    "train dense 1x4096": Case("llama-1b", replace(TRAINING, batch=1, length=4096)),
-    "train dense 8x2048": Case("llama-1b", replace(TRAINING, batch=8, length=2048)),
-    "train dense 1x16384": Case("llama-1b", replace(TRAINING, batch=1, length=16384)),
+    "eagle3 dense 1x4096": Case("llama-8b", memory.Work("eagle3", batch=1, length=4096, fused_optimizer=False)),
+    "train MoE 2x4096": Case("qwen3-moe", replace(TRAINING, batch=2, length=4096), {"num-layers": "2"}),
     "train dense 1x32768 full recompute": Case(
         "llama-1b", replace(TRAINING, batch=1, length=32768, recompute="full"),
         {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": "1"},
     ),
+    "train dense 8x2048": Case("llama-1b", replace(TRAINING, batch=8, length=2048)),
+    "calibrate MoE 32x512": Case("qwen3-moe", replace(FORWARD, batch=32, length=512), {"num-layers": "8"}),
+    "calibrate dense 32x512": Case("llama-8b", replace(FORWARD, batch=32, length=512)),
+    "calibrate dense 1x65536": Case("llama-8b", replace(FORWARD, batch=1, length=65536)),
+    "train MLA+MoE 2x4096": Case(
+        "deepseek-moe", replace(TRAINING, batch=2, length=4096), {"num-layers": "3", "moe-layer-freq": "[0]*1+[1]*2"}
+    ),
+    "eagle3 dense 4x2048": Case("llama-1b", memory.Work("eagle3", batch=4, length=2048, fused_optimizer=False)),
+    "train dense 1x4096": Case("llama-1b", replace(TRAINING, batch=1, length=4096)),
+    "calibrate MLA+MoE 64x512": Case(
+        "deepseek-moe", replace(FORWARD, batch=64, length=512), {"num-layers": "8", "moe-layer-freq": "[0]*1+[1]*7"}
+    ),
     "train dense 1x4096 plain optimizer": Case(
         "llama-1b", replace(TRAINING, batch=1, length=4096, distributed_optimizer=False)
     ),
-    "train MoE 2x4096": Case("qwen3-moe", replace(TRAINING, batch=2, length=4096), {"num-layers": "4"}),
-    "train MLA+MoE 2x4096": Case(
-        "deepseek-moe", replace(TRAINING, batch=2, length=4096), {"num-layers": "4", "moe-layer-freq": "[0]*1+[1]*3"}
-    ),
-    "eagle3 dense 1x4096": Case("llama-8b", memory.Work("eagle3", batch=1, length=4096, fused_optimizer=False)),
-    "eagle3 dense 4x2048": Case("llama-1b", memory.Work("eagle3", batch=4, length=2048, fused_optimizer=False)),
+    "logits dense 4x4096": Case("llama-8b", replace(FORWARD, batch=4, length=4096, logits=True)),
+    "calibrate dense 1x512": Case("llama-8b", replace(FORWARD, batch=1, length=512)),
 }  # fmt: skip
 
 
@@ -151,7 +152,7 @@ class LiveTensors:
 
 
 def run_case(name: str, device: str, tiny: bool) -> dict[str, object]:
-    """Build the model, do the work twice, return the line to print."""
+    """Build the model, do the work once with everything in place, return the line to print."""
     import torch
 
     from mlmsub.runtime import distributed, megatron_args, model
@@ -188,8 +189,7 @@ def run_case(name: str, device: str, tiny: bool) -> dict[str, object]:
         else:
             tensors.peak = 0
         started = time.perf_counter()
-        for _ in range(2):
-            step()
+        step()
         seconds = time.perf_counter() - started
         measured = torch.cuda.max_memory_allocated() if device == "cuda" else tensors.peak
         reserved = torch.cuda.max_memory_reserved() if device == "cuda" else tensors.peak
@@ -361,56 +361,68 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
-    parser.add_argument("--jobs", type=int, default=0, help="cases at once [default: 5 on a GPU, 1 on a CPU]")
-    parser.add_argument("--budget", type=float, default=100, help="GiB that the cases at work may need together")
-    parser.add_argument("--case", help="run this one case in this process")
+    parser.add_argument("--jobs", type=int, default=0, help="cases at once [default: 6 on a GPU, 1 on a CPU]")
+    parser.add_argument("--budget", type=float, default=125, help="GiB that the cases at work may need together")
     parser.add_argument("--only", default="", help="run the cases whose name holds this")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(run_case(options.case, options.device, options.tiny)), flush=True)
-        return 0
+    preload(options.device)
+    jobs = options.jobs or (6 if options.device == "cuda" else 1)
+    needs = {
+        name: 0.0 if options.tiny else estimated(case.megatron_args(False), case.work).total * 1.15
+        for name, case in CASES.items() if options.only in name
+    }  # fmt: skip
     failed = 0
-    chosen = [name for name in CASES if options.only in name]
-    budget = Budget(options.budget)
-
-    def one(name: str) -> tuple[str, bool]:
-        case = CASES[name]
-        with budget.share(0 if options.tiny else estimated(case.megatron_args(False), case.work).allocated * 1.3):
-            return child(name, options.device, options.tiny)
-
-    with ThreadPoolExecutor(options.jobs or (5 if options.device == "cuda" else 1)) as pool:
-        for line, good in pool.map(one, chosen):
-            print(line, flush=True)
-            failed += not good
+    for line in run_all(needs, options.device, options.tiny, jobs, options.budget):
+        print(line, flush=True)
+        failed += '"error"' in line
     return min(failed, 1)
 
 
-class Budget:
-    """Lets cases start together only while the GPU has room for all of them."""
+def preload(device: str) -> None:
+    """Import once what every case needs; children are forked from here, so CUDA must not be touched yet."""
+    if device == "cuda":  # ask the driver's library, not CUDA, whether there is a GPU
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for name in (
+        "megatron.training.arguments", "megatron.training.models.gpt", "megatron.core.distributed",
+        "megatron.core.optimizer", "modelopt.torch.quantization", "modelopt.torch.speculative", "modelopt.torch.export",
+        "mlmsub.runtime.model", "mlmsub.runtime.calibration",
+    ):  # fmt: skip
+        importlib.import_module(name)
+    import torch
 
-    def __init__(self, gib: float) -> None:
-        self.free, self.total, self.changed = gib, gib, threading.Condition()
-
-    @contextmanager
-    def share(self, gib: float) -> Iterator[None]:
-        gib = min(gib, self.total)
-        with self.changed:
-            self.changed.wait_for(lambda: self.free >= gib)
-            self.free -= gib
-        yield
-        with self.changed:
-            self.free += gib
-            self.changed.notify_all()
+    if torch.cuda.is_initialized():
+        raise SystemExit("an import has started CUDA, and a forked process cannot use it then")
 
 
-def child(name: str, device: str, tiny: bool) -> tuple[str, bool]:
-    """A case in its own process: its JSON line, or a line with the error."""
-    command = [sys.executable, __file__, "--case", name, "--device", device, *(["--tiny"] if tiny else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        return lines[-1], True
-    return json.dumps({"case": name, "error": done.stderr.strip()[-600:]}), False
+def run_all(needs: dict[str, float], device: str, tiny: bool, jobs: int, budget: float) -> Iterator[str]:
+    """Each case in its own process; together they need at most `budget` GiB. Yields their lines as they end."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = dict(needs), dict[Any, tuple[str, Any, Any]]()
+    while waiting or running:
+        for name, need in list(waiting.items()):
+            used = sum(needs[at_work] for at_work, _, _ in running.values())
+            if len(running) < jobs and (not running or used + need <= budget):
+                del waiting[name]
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(target=child, args=(there, name, device, tiny))
+                process.start()
+                there.close()
+                running[process.sentinel] = (name, process, here)
+        for ended in multiprocessing.connection.wait(list(running)):
+            name, process, here = running.pop(ended)
+            process.join()
+            yield here.recv() if here.poll() else json.dumps({"case": name, "error": f"exit code {process.exitcode}"})
+
+
+def child(pipe: Any, name: str, device: str, tiny: bool) -> None:
+    os.dup2(2, 1)  # what libraries print is not for the reader of our lines
+    try:
+        line = json.dumps(run_case(name, device, tiny))
+    except BaseException:
+        line = json.dumps({"case": name, "error": traceback.format_exc()[-700:]})
+    pipe.send(line)
+    pipe.close()
+    os._exit(0)  # a library's threads may wait for each other at the end
 
 
 if __name__ == "__main__":

@@ -158,7 +158,11 @@ def client(folder: Path) -> dict[str, str]:
     (folder / "master").write_text("\n ".join(["Host cluster", *host, f"ControlPath {folder}/control"]) + "\n")
     profiles = folder / "config/mlmsub/profiles"
     profiles.mkdir(parents=True)
-    for name, transport, config in (("paramiko",) * 2 + ("alone",), ("openssh",) * 2 + ("alone",), ("auto",) * 2 + ("master",)):
+    for name, transport, config in (
+        ("paramiko",) * 2 + ("alone",),
+        ("openssh",) * 2 + ("alone",),
+        ("auto",) * 2 + ("master",),
+    ):
         data = {"host": "cluster", "transport": transport, "ssh_config": str(folder / config),
                 "scratch": str(folder / "scratch"), "image": "registry.example#image:1"}  # fmt: skip
         (profiles / f"{name}.yaml").write_text(json.dumps(data))
@@ -206,7 +210,9 @@ def measure(way: Way, environment: dict[str, str], log: Path) -> None:
 
 def report(all_ways: Sequence[Way], round_trip: float, rounds: int) -> None:
     medians = {way.name: statistics.median(way.seconds) for way in all_ways}
-    print(f"round trip {1000 * round_trip:.0f} ms, {rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"round trip {1000 * round_trip:.0f} ms, {rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
     print(f"{'':24}{'median s':>9}{'fastest s':>10}{'ratio':>7}{'logins':>8}{'channels':>9}{'kB':>8}  goal")
     for way in all_ways:
         ratio = f"{medians[way.name] / medians[way.base]:.2f}" if way.base else ""

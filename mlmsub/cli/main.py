@@ -274,6 +274,22 @@ def cancel(runs: Runs, no_prompt: NoPrompt = False, accept_new: AcceptNew = Fals
     verbs.cancel(runs, Trust(no_prompt, accept_new))
 
 
+@app.command()
+def doctor(
+    profile: Annotated[
+        str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
+    ] = "",
+    write: Annotated[bool, typer.Option("--write", help="Add what is certain to the profile's file.")] = False,
+    no_prompt: NoPrompt = False,
+    accept_new: AcceptNew = False,
+    json_: Json = False,
+) -> None:
+    """Ask a cluster what it has, and say what a profile must say."""
+    from mlmsub.cli import doctor as verb
+
+    verb.run(profile, Trust(no_prompt, accept_new), write=write, as_json=json_)
+
+
 @profiles.command(name="init")
 def profile_init(
     name: Annotated[str, typer.Argument(help="How to call it.")] = "default",

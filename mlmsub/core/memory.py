@@ -138,7 +138,7 @@ def _stage(arch: Architecture, layout: Layout, pipeline: Pipeline, work: Work, s
     if work.kind == "host":
         return Breakdown(stage, count, overhead=_CONTEXT / GIB, host=2 * held.total / GIB)
     step = _Step(arch, layout, work)
-    found = {"weights": weights, "overhead": _overhead(layout, weights)}
+    found = {"weights": weights}
     if work.kind == "training":
         found |= _training(step, letters, dense, experts, last=last, in_flight=layout.pp - stage)
     else:
@@ -147,6 +147,7 @@ def _stage(arch: Architecture, layout: Layout, pipeline: Pipeline, work: Work, s
         found |= {"activations": max(0.0, peak - logits), "logits": logits, "cache": step.cache(letters)}
         if work.kind == "eagle3" and last:
             found |= step.draft(found["activations"])
+    found["overhead"] = _overhead(layout, found["activations"] + found["logits"])
     return Breakdown(stage, count, **{name: size / GIB for name, size in found.items()})
 
 
@@ -172,15 +173,16 @@ def _training(
     }  # fmt: skip
 
 
-_CONTEXT = 0.6 * GIB  # CUDA context with the libraries' kernels
-_NCCL = 0.15 * GIB  # buffers of one communicator across nodes, its share of an 8-GPU group
-_FRAGMENTATION = 0.03  # of what is allocated for long
+_CONTEXT = 1.6 * GIB  # CUDA context with the libraries' kernels; measured on an H200
+_NCCL = 0.15 * GIB  # buffers of one communicator; not measured yet
+_SLACK = 0.2  # what the allocator keeps beside activations: it gives cached blocks back, but not all
 _IMBALANCE = 1.5  # tokens on the fullest rank of an expert-parallel group against the mean; not measured yet
 
 
-def _overhead(layout: Layout, weights: float) -> float:
+def _overhead(layout: Layout, passing: float) -> float:
+    """`passing` is what comes and goes with each micro batch."""
     groups = sum(size > 1 for size in layout.groups().values()) + (layout.world > 1)
-    return _CONTEXT + groups * _NCCL + _FRAGMENTATION * weights
+    return _CONTEXT + groups * _NCCL + _SLACK * passing
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class _Step:
     def _experts_forward(self) -> float:
         """Tokens arrive top-k times: permuted, put out by the experts, gathered and weighted; the router in fp32."""
         a = self.arch
-        routed = self._arriving * (a.latent or a.hidden) * (3 if self.layout.ep == 1 else 5)
+        routed = self._arriving * (a.latent or a.hidden) * (4 if self.layout.ep == 1 else 6)
         one_expert = self._mlp * a.moe_ffn * self._arriving / a.experts * 2 / self.layout.expert_tp
         return a.hidden + routed + one_expert + self._router + 2 * a.hidden * bool(a.shared_ffn)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from command import Mlmsub, installed
 from lab import Lab, Unavailable, default_lab, running
+from laptop import Laptop, LoginNode, without_slurm
+from sshd_lab import Account, make_account, remove_account
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +46,59 @@ def mlm(lab: Lab, installed_command: Path, scratch: Path) -> Mlmsub:
     mlm = Mlmsub(lab, installed_command, scratch / "home").setup()
     mlm.profile()
     return mlm
+
+
+@pytest.fixture(scope="session")
+def login_node(lab: Lab) -> Iterator[LoginNode]:
+    """The cluster's sshd, with Slurm's commands on PATH."""
+    yield from serve(lab, "login-node", f"SetEnv SLURM_CONF={lab.slurm_conf}")
+
+
+@pytest.fixture(scope="session")
+def bare_login_node(lab: Lab) -> Iterator[LoginNode]:
+    """Another one, where a session without login shell has no Slurm command on PATH."""
+    path = without_slurm(lab.directory / "without-slurm")
+    yield from serve(lab, "bare-login-node", f"SetEnv SLURM_CONF={lab.slurm_conf} PATH={path}")
+
+
+def serve(lab: Lab, name: str, options: str) -> Iterator[LoginNode]:
+    server = LoginNode(lab.directory / name, options=options)
+    server.folder.mkdir(exist_ok=True)
+    server.start()
+    server.allow(lab.ssh_key)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def laptop_of(lab: Lab, installed_command: Path, scratch: Path, tmp_path: Path) -> Callable[..., Laptop]:
+    """Make a laptop: laptop_of(server), or with another login name or home."""
+
+    def make(server: LoginNode, login: str = lab.user, home: str = "laptop") -> Laptop:
+        return Laptop(
+            lab, installed_command, tmp_path / home, there=scratch, server=server, key=lab.ssh_key, login=login
+        ).setup()
+
+    return make
+
+
+@pytest.fixture
+def laptop(laptop_of: Callable[..., Laptop], login_node: LoginNode) -> Laptop:
+    return laptop_of(login_node)
+
+
+@pytest.fixture(scope="session")
+def account(lab: Lab) -> Iterator[Callable[[str, str], Account]]:
+    """Make an account with this login shell and start-up file."""
+    made: list[Account] = []
+
+    def make(shell: str, startup: str) -> Account:
+        name = f"mlmr{len(made)}{Path(shell).name}"
+        user = make_account(name, shell, lab.shared / "home" / name)
+        made.append(user)
+        (user.home / f".{Path(shell).name}rc").write_text(startup)
+        return user
+
+    yield make
+    for user in made:
+        remove_account(user.name)

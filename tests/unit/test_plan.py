@@ -76,6 +76,10 @@ def test_allow_makes_it_a_warning_and_is_recorded(lab: User) -> None:
     data = found.spec.to_data()
     assert data["allow"] == ["export-tp"]
     assert RunSpec.from_data(data, "run.yaml").allow == ("export-tp",)
+    assert plan.data(plan.make(found))["groups"] == dict.fromkeys(("TP", "CP", "PP", "ETP", "EP"), 1) | {
+        "DP": 8,
+        "EDP": 8,
+    }
 
 
 def test_allow_of_what_is_not_there_is_said(lab: User) -> None:

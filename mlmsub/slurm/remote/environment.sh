@@ -2,10 +2,11 @@
 
 # Finds Slurm's commands; goes in front of each script that calls them. The client puts in front: slurm_bin, prelude
 # and, to submit, pass_env. The prelude is bash, as in the job script. It may print and exit, and does not get the run's
-# stdin; what it leaves in the variables below is taken over.
+# stdin; what it leaves in the variables below is taken over. Without --norc bash would read the start-up file once more,
+# since it believes that sshd started it, and what that prints would stand among the settings.
 if [ -n "${prelude-}" ]; then
     # shellcheck disable=SC2016,SC2086  # bash is to expand this; names are words
-    eval "$(bash -c '
+    eval "$(bash --norc -c '
         __mlm_names=("${@:2}")
         __mlm_tell() {
             local name
