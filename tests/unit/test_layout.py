@@ -54,7 +54,7 @@ def test_what_is_no_layout_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["8x", "-1", "0", "1.5", "٣"])
 def test_a_variable_that_is_no_number_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="^PP must be a number"):
+    with pytest.raises(ValueError, match=r"^PP must be a number"):
         Layout.of_variables({"TP": "2", "PP": text}, 1, 8)
 
 

@@ -46,7 +46,8 @@ CASES: dict[str, tuple[Facts, Facts]] = {
     ),
     "sequence-parallel-off": (facts(KIMI, "export", "PP=16 2x8"), facts(KIMI, "eagle3", "TP=8 EP=64 ETP=1 8x8")),
     "context-length": (
-        facts(LLAMA, "finetune", "CP=4 1x8", seq_length="4100"), facts(LLAMA, "finetune", "CP=4 1x8", seq_length="4096"),
+        facts(LLAMA, "finetune", "CP=4 1x8", seq_length="4100"),
+        facts(LLAMA, "finetune", "CP=4 1x8", seq_length="4096"),
     ),
     "context-parallel": (facts(LLAMA, "finetune", "CP=2 1x8"), DENSE),
     "quantize-experts": (facts(KIMI, "quantize", "TP=8 EP=64 ETP=1 8x8"), facts(KIMI, "quantize", "EP=64 8x8")),
@@ -115,7 +116,8 @@ def test_the_rule_is_silent_otherwise(code: str) -> None:
     [
         (facts(KIMI, "eagle3", "EP=60 60x8"), "EP", "384 experts do not divide over EP=60",
          "EP may be 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 384"),
-        (facts(KIMI, "quantize", "EP=48 4x8"), "EP", "ETP*EP*PP = 1*48*1 = 48 does not divide the 32 GPUs of 4 nodes x 8",
+        (facts(KIMI, "quantize", "EP=48 4x8"), "EP",
+         "ETP*EP*PP = 1*48*1 = 48 does not divide the 32 GPUs of 4 nodes x 8",
          "ETP*EP*PP must be one of 1, 2, 4, 8, 16, 32; or use --nodes 6"),
         (facts(KIMI, "quantize", "PP=8 1x8"), "PP", "61 layers do not divide over PP=8",
          "PP may be 1, 61; or keep PP=8 with --decoder-first-pipeline-num-layers 7 "
@@ -129,7 +131,8 @@ def test_the_rule_is_silent_otherwise(code: str) -> None:
         (facts(QWEN_MOE, "quantize", "TP=8 ETP=1 1x8"), "TP", "4 query groups do not divide over TP=8",
          "TP may be 1, 2, 4; or load a Megatron checkpoint instead of importing"),
         (facts(R1, "convert", "ETP=32 4x8"), "ETP",
-         "moe-ffn-hidden-size 2048 over ETP=32 is 64 a rank, which cuts FP8 blocks of 128", "ETP may be 1, 2, 4, 8, 16"),
+         "moe-ffn-hidden-size 2048 over ETP=32 is 64 a rank, which cuts FP8 blocks of 128",
+         "ETP may be 1, 2, 4, 8, 16"),
     ],
 )  # fmt: skip
 def test_a_message_names_the_field_and_the_legal_values(case: Facts, field: str, message: str, fix: str) -> None:
