@@ -365,7 +365,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=125, help="GiB that the cases at work may need together")
     parser.add_argument("--only", default="", help="run the cases whose name holds this")
     options = parser.parse_args()
-    preload(options.device)
+    if options.device == "cpu":
+        preload()
     jobs = options.jobs or (6 if options.device == "cuda" else 1)
     needs = {
         name: 0.0 if options.tiny else estimated(case.megatron_args(False), case.work).total * 1.15
@@ -378,25 +379,20 @@ def main() -> int:
     return min(failed, 1)
 
 
-def preload(device: str) -> None:
-    """Import once what every case needs; children are forked from here, so CUDA must not be touched yet."""
-    if device == "cuda":  # ask the driver's library, not CUDA, whether there is a GPU
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+def preload() -> None:
+    """Import once what every case needs, before they are forked."""
     for name in (
         "megatron.training.arguments", "megatron.training.models.gpt", "megatron.core.distributed",
         "megatron.core.optimizer", "modelopt.torch.quantization", "modelopt.torch.speculative", "modelopt.torch.export",
         "mlmsub.runtime.model", "mlmsub.runtime.calibration",
     ):  # fmt: skip
         importlib.import_module(name)
-    import torch
-
-    if torch.cuda.is_initialized():
-        raise SystemExit("an import has started CUDA, and a forked process cannot use it then")
 
 
 def run_all(needs: dict[str, float], device: str, tiny: bool, jobs: int, budget: float) -> Iterator[str]:
     """Each case in its own process; together they need at most `budget` GiB. Yields their lines as they end."""
-    context = multiprocessing.get_context("fork")
+    # an import starts CUDA, which a forked process cannot use: there each case imports for itself
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
     waiting, running = dict(needs), dict[Any, tuple[str, Any, Any]]()
     while waiting or running:
         for name, need in list(waiting.items()):

@@ -202,7 +202,7 @@ def measure(way: Way, environment: dict[str, str], log: Path) -> None:
     if done.returncode != 0 or b"4711" not in done.stdout:
         raise SystemExit(f"{way.name}: exit code {done.returncode}\n{done.stderr.decode()}")
     time.sleep(0.2)  # the last packets
-    new = log.read_text(errors="replace")[said:]
+    new = log.read_bytes()[said:].decode(errors="replace")
     way.logins = len(re.findall("^Accepted publickey for", new, re.MULTILINE))
     way.channels = len(re.findall("server_input_channel_open: ctype session", new))
     way.bytes = transferred() - sent

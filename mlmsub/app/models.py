@@ -73,6 +73,4 @@ def conf_of(stage: stages.Stage, args: tuple[str, ...], cwd: Path) -> tuple[Foun
     if len(args) > 1 + len(stage.extra):
         raise UsageError(f"{stage.name}: unexpected argument {args[1 + len(stage.extra)]!r}", fix=usage)
     found = find(args[0], cwd)
-    if found.conf:
-        modelconf.check_stage(found.conf, stage.name)
     return found, (found.model, *args[1:]), found.model

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from mlmsub.app.resolve import Resolved
+from mlmsub.app.resolve import Resolved, public_values
 from mlmsub.core import checks, suggest
 from mlmsub.core.architecture import NAMES
 from mlmsub.core.facts import Facts
@@ -51,23 +51,6 @@ def make(resolved: Resolved, *, with_suggestions: bool = False, free_nodes: bool
     return Plan(resolved, facts, tuple(found))
 
 
-def values(resolved: Resolved) -> list[tuple[str, str, str]]:
-    """(name, value, where it comes from), without secret values."""
-    spec, secrets = resolved.spec, resolved.secrets
-
-    def origin(name: str, value: str) -> str:
-        layers = ((spec.overrides, "--set"), (spec.defaults, "default"), (spec.profile_env, "profile"))
-        for layer, where in layers:
-            if layer.get(name) == value:
-                return spec.origins.get(name, where)
-        return "env setup"
-
-    def shown(name: str, value: str) -> str:
-        return "***" if name in secrets or any(secret in value for secret in secrets.values()) else value
-
-    return sorted((name, shown(name, value), origin(name, value)) for name, value in resolved.values.items())
-
-
 def stretches(facts: Facts) -> list[Stretch]:
     """The pipeline's stages, like ones together."""
     if not isinstance(facts.pipeline, Pipeline):
@@ -101,7 +84,7 @@ def data(plan: Plan) -> dict[str, object]:
     found: dict[str, object] = {
         "stage": spec.stage, "model": spec.model, "profile": resolved.profile.name, "nodes": spec.nodes,
         "gpus_per_node": spec.gpus_per_node, "image": spec.image, "mounts": list(spec.mounts), "sbatch": spec.sbatch,
-        "values": {name: {"value": value, "origin": origin} for name, value, origin in values(resolved)},
+        "values": {name: {"value": value, "origin": origin} for name, value, origin in public_values(resolved)},
         "issues": [asdict(issue) for issue in resolved.issues], "allow": list(spec.allow),
     }  # fmt: skip
     if facts:

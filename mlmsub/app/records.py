@@ -72,6 +72,9 @@ class Records:
                 f"cannot write the run's record to {self.folder}: {error.strerror}", fix="set XDG_STATE_HOME elsewhere"
             ) from None
 
+    def holds(self, record: Record) -> bool:
+        return (self.folder / f"{record.run_id}.json").exists()
+
     def submitted(self, record: Record, job_id: str) -> Record:
         done = replace(record, job_id=job_id)
         self.save(done)

@@ -123,6 +123,24 @@ def reload(user: User, path: Path, profile: str) -> Resolved:
     return _checked(spec, load_profile(user, profile), layers, values, secrets, [])
 
 
+def public_values(resolved: Resolved) -> list[tuple[str, str, str]]:
+    """(variable, value, where it comes from) as the job gets them, without what is secret by name or by content."""
+    spec, secrets = resolved.spec, resolved.secrets
+    layers = ((spec.overrides, "--set"), (spec.defaults, "default"), (spec.profile_env, "profile"))
+
+    def origin(name: str) -> str:
+        if name not in resolved.values:
+            return "environment, secret"
+        found = next((where for layer, where in layers if layer.get(name) == resolved.values[name]), "env setup")
+        return found if found in ("--set", "env setup") else spec.origins.get(name, found)
+
+    def shown(name: str, value: str) -> str:
+        return REDACTED if name in secrets or any(text in value for text in secrets.values() if text) else value
+
+    values = {**dict.fromkeys(secrets, ""), **resolved.values}
+    return sorted((name, shown(name, value), origin(name)) for name, value in values.items())
+
+
 def _checked(
     spec: RunSpec,
     named: NamedProfile,

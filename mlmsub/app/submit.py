@@ -16,6 +16,7 @@ from mlmsub.core.errors import ChecksFailed, MlmsubError, UsageError
 from mlmsub.core.spec import RunSpec
 from mlmsub.slurm import jobs
 from mlmsub.transport import Transport
+from mlmsub.transport.errors import CommandTimeout, ConnectionLost, TransportError
 
 SIZE_LIMIT = 64 * 2**20  # bytes
 
@@ -92,8 +93,15 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
     record, spec = prepared.record, prepared.resolved.spec
     archive = _small_enough(prepared.bundle)
     transport = connect()
+    taken_up = records.holds(record)
     records.save(record)
-    result = transport.run(jobs.script("submit", **_parameters(spec, record)), stdin=gzip.compress(archive, mtime=0))
+    try:
+        script = jobs.script("submit", **_parameters(spec, record))
+        result = transport.run(script, stdin=gzip.compress(archive, mtime=0))
+    except TransportError as error:
+        if not taken_up and not isinstance(error, ConnectionLost | CommandTimeout):
+            records.forget(record)  # the script never started
+        raise
     try:
         job_id, existed = jobs.parse_submission(
             *(said.decode(errors="replace") for said in (result.stdout, result.stderr))
@@ -109,7 +117,9 @@ def _small_enough(made: bundle.Bundle) -> bytes:
     """The archive; UsageError naming the largest files where it is no longer a thing to send with every run."""
     archive = made.tar()
     if len(archive) > SIZE_LIMIT:
-        sizes = sorted(((len(content), path) for path, content in made.files.items()), reverse=True)
+        files = {**made.files, **made.secrets}
+        # run.yaml only repeats what the others hold
+        sizes = sorted(((len(files[path]), path) for path in files if path != paths.SPEC), reverse=True)
         largest = ", ".join(f"{path} ({size / 2**20:.0f} MiB)" for size, path in sizes[:5])
         raise UsageError(
             f"the run would take {len(archive) / 2**20:.0f} MiB along, more than {SIZE_LIMIT / 2**20:.0f}: {largest}",

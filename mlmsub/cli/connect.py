@@ -10,7 +10,8 @@ from types import TracebackType
 
 from mlmsub import transport
 from mlmsub.app.config import Place
-from mlmsub.transport import OpenSSHTransport, Transport
+from mlmsub.transport import Transport
+from mlmsub.transport.openssh import OpenSSHTransport
 
 
 @dataclass(frozen=True)

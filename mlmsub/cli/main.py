@@ -29,6 +29,8 @@ Allow = Annotated[
     list[str] | None,
     typer.Option("--allow", metavar="CODE", help="Submit in spite of this error (docs/rules.md); may be repeated."),
 ]
+InPlace = Annotated[bool, typer.Option("--in-place", help="Overwrite the input checkpoint: --allow in-place.")]
+From = Annotated[str, typer.Option("--from", metavar="RUN.YAML", help="Submit what another run's run.yaml says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print data as JSON.")]
 NoPrompt = Annotated[bool, typer.Option("--no-prompt", help="Never ask; fail at once where a question is needed.")]
 AcceptNew = Annotated[bool, typer.Option("--accept-new", help="Accept the key of a host that was never met before.")]
@@ -126,9 +128,8 @@ def submit(
     ] = "",
     static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
     allow: Allow = None,
-    from_: Annotated[
-        str, typer.Option("--from", metavar="RUN.YAML", help="Submit what another run's run.yaml says.")
-    ] = "",
+    in_place: InPlace = False,
+    from_: From = "",
     new: Annotated[bool, typer.Option("--new", help="Do not take up an unfinished submission of the same.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show everything; send nothing.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the log; exit 6 if the job fails.")] = False,
@@ -143,7 +144,8 @@ def submit(
         verb.Options(
             stage=stage, args=tuple(args or ()), profile=profile, env_setup=env_setup, overrides=tuple(set_ or ()),
             nodes=nodes, time=time, partition=partition, account=account, job_name=job_name, after=tuple(after or ()),
-            sbatch_args=tuple(sbatch_arg or ()), install=install, static=static, allow=tuple(allow or ()),
+            sbatch_args=tuple(sbatch_arg or ()), install=install, static=static,
+            allow=(*(allow or ()), *(("in-place",) if in_place else ())),
         ),
         Trust(no_prompt, accept_new), from_file=from_, new=new, dry_run=dry_run, watch=watch, as_json=json_,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from mlmsub.app import config
 from mlmsub.app import plan as app
 from mlmsub.app.plan import Plan, Stretch
 from mlmsub.app.records import Records
-from mlmsub.app.resolve import resolve
+from mlmsub.app.resolve import public_values, resolve
 from mlmsub.app.sources import Request as Options
 from mlmsub.cli import output
 from mlmsub.core.errors import ChecksFailed, UsageError
@@ -66,7 +66,7 @@ def _about(facts: Facts | None) -> str:
 
 def _values(plan: Plan) -> None:
     _title("values")
-    for name, value, origin in app.values(plan.resolved):
+    for name, value, origin in public_values(plan.resolved):
         text = " ".join(value.split())
         room = WIDTH - 2 - 20 - 2 - len(origin) - 2
         text = text if len(text) <= room else text[: room - 3] + "..."

@@ -48,6 +48,8 @@ def list_runs(profile: str, limit: int, trust: Trust, *, as_json: bool) -> None:
 
 def _print_states(found: list[Record], records: Records, connections: Connections, as_json: bool) -> None:
     states = runs.status(found, records, lambda run: connections.to(run.place))
+    now = {run.run_id: run for run in records.all()}  # status may have put a job id right
+    found = [now[run.run_id] for run in found]
     if as_json:
         output.print_json([asdict(run) | {"status": asdict(states[run.run_id])} for run in found])
         return
@@ -67,6 +69,7 @@ def show(word: str, trust: Trust, *, as_json: bool) -> None:
     run = records.find(word)
     with Connections(trust) as connections:
         state = runs.status([run], records, lambda r: connections.to(r.place))[run.run_id]
+    run = records.find(run.run_id)  # status may have put its job id right
     if as_json:
         output.print_json(asdict(run) | {"status": asdict(state)})
         return

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from mlmsub.app import config, runs
 from mlmsub.app import submit as app
 from mlmsub.app.records import Record, Records
-from mlmsub.app.resolve import Resolved, reload, resolve
+from mlmsub.app.resolve import Resolved, public_values, reload, resolve
 from mlmsub.app.sources import Request as Options
 from mlmsub.cli import connect, output
 from mlmsub.core.errors import JobFailed, UsageError
@@ -81,8 +80,9 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
     if as_json:
         output.print_json({
             "run_id": record.run_id, "run_dir": record.run_dir, "content_hash": record.content_hash,
-            "issues": _data(resolved.issues), "values": _public(resolved), "origins": resolved.spec.origins,
-            "variable_origins": {name: _origin(resolved, name) for name in _public(resolved)},
+            "issues": _data(resolved.issues), "origins": resolved.spec.origins,
+            "values": {name: value for name, value, _ in public_values(resolved)},
+            "variable_origins": {name: origin for name, _, origin in public_values(resolved)},
             "files": {path: content.decode(errors="replace") for path, content in files.items()},
             "secret_files": sorted(prepared.bundle.secrets),
             "runtime_files": len(prepared.bundle.files) - len(files),
@@ -94,7 +94,7 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
         f"{output.styled(record.job_name, 'bold')}  {shape}, {_count(spec.gpus_per_node, 'GPU')} each, {spec.launcher}"
     )
     print(f"run directory  {record.run_dir}")
-    rows = [(name, value, _origin(resolved, name)) for name, value in _public(resolved).items()]
+    rows = public_values(resolved)
     output.print_table(("variable", "value", "from"), [(n, _short(v), o) for n, v, o in sorted(rows)])
     print()
     for path in (
@@ -112,25 +112,6 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
     runtime = len(prepared.bundle.files) - len(files)
     print(output.styled(f"--- and {', '.join(rest)}" + (f", runtime/ ({runtime} files)" if runtime else ""), "dim"))
     output.print_issues(resolved.issues)
-
-
-def _origin(resolved: Resolved, name: str) -> str:
-    """Where a variable's value comes from, as far as it is not the env setup's."""
-    spec, value = resolved.spec, resolved.values.get(name)
-    for values, origin in ((spec.overrides, "--set"), (spec.defaults, "default"), (spec.profile_env, "profile")):
-        if values.get(name) == value and value is not None:
-            return spec.origins.get(name, origin) if origin != "--set" else origin
-    return "environment, secret" if value is None else "env setup"
-
-
-def _public(resolved: Resolved) -> Mapping[str, str]:
-    """The values that the job gets, without those that are secret, by name or by content."""
-    secrets = resolved.secrets
-    values = {**dict.fromkeys(secrets, ""), **resolved.values}
-    return {
-        name: output.HIDDEN if name in secrets or any(text in value for text in secrets.values() if text) else value
-        for name, value in values.items()
-    }
 
 
 def _count(number: int, what: str) -> str:

@@ -12,6 +12,7 @@ from mlmsub.core.issues import Issue, error, info, warning
 from mlmsub.core.profile import Profile
 from mlmsub.core.spec import RunSpec
 from mlmsub.core.strict import build, nearest
+from mlmsub.core.values import TimeLimit
 
 # exported again by the reference's arguments.sh after it sourced the env setup
 OVERRULED_BY_ARGUMENTS_SH = (
@@ -48,6 +49,7 @@ def _all(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Pr
     yield from _place(spec)
     yield from _env_setup(spec, reading)
     yield from _local(spec, values)
+    yield from _partition(spec, profile)
     if spec.native:
         yield from _paths(spec, reading, values)
     try:
@@ -105,6 +107,22 @@ def _place(spec: RunSpec) -> Iterator[Issue]:
             "image-per-node", "CONTAINER_IMAGE",
             f"each of {spec.nodes} nodes will import {spec.image} for itself",
             "import it once: enroot import -o FILE.sqsh docker://...",
+        )  # fmt: skip
+
+
+def _partition(spec: RunSpec, profile: Profile) -> Iterator[Issue]:
+    """The limits that `doctor` found hold for the profile's own partition."""
+    if spec.sbatch.get("partition", "") != profile.partition:
+        return
+    if profile.max_time and TimeLimit.parse(spec.sbatch["time"]).seconds > TimeLimit.parse(profile.max_time).seconds:
+        yield error(
+            "time-limit", "time", f"{spec.sbatch['time']} is above the partition's limit of {profile.max_time}",
+            "set a shorter --time, or another --partition",
+        )  # fmt: skip
+    if profile.max_nodes and spec.nodes > profile.max_nodes:
+        yield error(
+            "node-limit", "nodes", f"the partition has {profile.max_nodes} nodes, not {spec.nodes}",
+            "set --nodes, or another --partition",
         )  # fmt: skip
 
 

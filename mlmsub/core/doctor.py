@@ -80,7 +80,9 @@ def _partitions(answers: Answers, profile: Profile) -> Iterator[Finding]:
         yield Finding("partition", "error", said, f"set `partition` to one of {', '.join(names)}")
     for name, up, limit, nodes, *_ in _chosen(answers, profile):
         state = "ok" if up == "up" else "warning"
-        yield Finding("partition", state, f"{name.rstrip('*')}: {nodes} nodes, at most {limit}, {up}")  # type: ignore[arg-type]
+        settles = {"max_nodes": nodes} | ({"max_time": limit} if limit[:1].isdigit() else {})
+        found = f"{name.rstrip('*')}: {nodes} nodes, at most {limit}, {up}"
+        yield Finding("partition", state, found, "", settles)  # type: ignore[arg-type]
 
 
 def _gpus(answers: Answers, profile: Profile) -> Iterator[Finding]:

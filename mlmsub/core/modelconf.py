@@ -50,12 +50,6 @@ class ModelConf:
                 raise ValueError(f"megatron_args: {name!r} is not an argument's name (write it without dashes)")
 
 
-def check_stage(conf: ModelConf, stage: str) -> None:
-    """Raise UsageError where the conf says that the stage cannot work on this model."""
-    if stage in conf.unsupported:
-        raise UsageError(f"{stage} is not supported for {conf.model}: {conf.unsupported[stage]}")
-
-
 def unknown(name: str, known: list[str], where: str) -> UsageError:
     """The error for a model that no conf is named after."""
     return UsageError(

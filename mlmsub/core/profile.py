@@ -52,6 +52,8 @@ class Profile:
     nodelist: str = ""
     exclude: str = ""
     time: str = "04:00:00"
+    max_time: str = ""
+    max_nodes: int = 0
     sbatch_args: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
 
@@ -69,6 +71,8 @@ class Profile:
         if self.gpus_per_node < 1:
             raise ValueError("gpus_per_node must be at least 1 (on a cluster without GPUs: tasks per node)")
         TimeLimit.parse(self.time)
+        if self.max_time:
+            TimeLimit.parse(self.max_time)
         MemorySize.parse(self.mem)
         for text in self.mounts:
             Mount.parse(text)

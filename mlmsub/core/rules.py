@@ -95,7 +95,7 @@ RULES = (
          "modelopt/torch/quantization/plugins/megatron.py: QuantSequentialMLP"),
     Rule("auto-quantize", "error", ("quantize",), kinds.auto_quantize,
          "automatic quantization needs PP=1, and its bits", "Megatron-LM's quantize.py", layout=False),
-    Rule("export-tp", "error", ("export",), kinds.export_tp,
+    Rule("export-tp", "warning", ("export",), kinds.export_tp,
          "export splits by PP only; TP is forced to 1", "Megatron-LM's export.sh; Speech#14375; Model-Optimizer#1589"),
     Rule("export-layout", "info", ("export",), kinds.export_others,
          "export takes CP, EP and ETP as 1", "Megatron-LM's export.sh"),

@@ -46,8 +46,8 @@ def single_pipeline(facts: Facts) -> Found:
 
 def export_tp(facts: Facts) -> Found:
     if facts.asked.tp > 1:
-        message = f"export writes whole tensors and splits by layers only: TP={facts.asked.tp} would be forced to 1"
-        yield "TP", message, "set TP=1, and use PP to spread the model; --allow export-tp takes TP=1"
+        message = f"export writes whole tensors and splits by layers only: TP={facts.asked.tp} is taken as 1"
+        yield "TP", message, "use PP to spread the model over GPUs"
 
 
 def export_others(facts: Facts) -> Found:

@@ -29,5 +29,10 @@ def test_writing_fills_the_profile_in(mlm: Mlmsub) -> None:
     path.write_text(f"# mine\nscratch: {mlm.scratch}\nimage: {mlm.lab.sqsh}\n")
     mlm.lab.run(["chown", mlm.user, str(path)])
     mlm.run("doctor", "--profile", "open", "--write")
-    assert path.read_text().endswith("# found by mlmsub doctor\ngpu_type: h100\n")
-    assert json.loads(mlm.run("profile", "show", "open", "--json").stdout)["gpu_type"] == "h100"
+    added = "# found by mlmsub doctor\nmax_nodes: 8\nmax_time: 4:00:00\ngpu_type: h100\n"
+    assert path.read_text().endswith(added) and path.read_text().startswith("# mine\n")
+    refused = mlm.run(
+        "submit", "script", "--profile", "open", "--nodes", "9", "--time", "5:00:00", "--", "x.sh", check=False
+    )
+    assert refused.returncode == 3
+    assert "above the partition's limit of 4:00:00" in refused.stderr and "has 8 nodes, not 9" in refused.stderr

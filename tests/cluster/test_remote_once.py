@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
-
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,10 @@ cut() {{ # end the connection that this command came over
     until [[ $(ps -o comm= -p "$pid") == sshd ]]; do pid=$(ps -o ppid= -p "$pid" | tr -d ' '); done
     kill -9 "$pid"
 }}
-timed_out() {{ echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1; }}
+timed_out() {{
+    echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
+    exit 1
+}}
 {first}
 """
 
@@ -48,7 +51,7 @@ class Cut:
 
     def _pump(self, way: str, source: socket.socket, sink: socket.socket) -> None:
         try:
-            while (data := source.recv(4096)) and self.left[way] > 0:
+            while self.left[way] > 0 and (data := source.recv(4096)):
                 data = data[: int(min(self.left[way], len(data)))]
                 self.left[way] -= len(data)
                 self.passed[way] += len(data)
@@ -56,10 +59,8 @@ class Cut:
         except OSError:
             pass
         for end in (source, sink):
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def close(self) -> None:
         self._listener.close()
@@ -79,9 +80,10 @@ def first_sbatch(laptop: Laptop, does: str) -> None:
     laptop.profile(slurm_bin=str(laptop.sandbox / "bin"))
 
 
-def jobs_named(laptop: Laptop, name: str) -> list[str]:
-    shown = laptop.lab.run(["sacct", "-n", "-X", "-P", "-o", "JobID", "--name", name, "-S", "today"]).stdout
-    return shown.split()
+def jobs_of(laptop: Laptop, run_id: str) -> list[str]:
+    """All jobs that were ever made of a run."""
+    shown = laptop.lab.run(["squeue", "-h", "-t", "all", "-o", "%i|%Z"]).stdout
+    return [line.partition("|")[0] for line in shown.splitlines() if line.endswith(f"/{run_id}")]
 
 
 def test_a_connection_cut_at_every_step(laptop: Laptop) -> None:
@@ -114,7 +116,7 @@ def test_a_connection_cut_at_every_step(laptop: Laptop) -> None:
     for state in states:
         laptop.lab.wait(state["job_id"])
     assert {name: (laptop.scratch / name).read_text() for name in runs} == dict.fromkeys(runs, "once\n")
-    assert {name: len(jobs_named(laptop, name)) for name in runs} == dict.fromkeys(runs, 1)
+    assert {name: len(jobs_of(laptop, run)) for name, run in runs.items()} == dict.fromkeys(runs, 1)
     assert len(laptop.records()) == len(runs)
     assert sorted(path.name for path in laptop.scratch.glob(".mlmsub/runs/*/*")) == sorted(runs.values())
 
@@ -171,6 +173,7 @@ def test_a_job_that_appears_late(laptop: Laptop, late_one_first: bool) -> None:
     assert shown["status"]["state"] == "succeeded"
     assert shown["job_id"] == (late if late_one_first else run["job_id"]), "the record names the job that did it"
     assert json.loads(laptop.records()[0].read_text())["job_id"] == shown["job_id"]
+    assert f"job {shown['job_id']}  restart" in laptop.run("logs", "-f", run["run_id"]).stdout
 
 
 def test_cancelling_ends_a_late_job_too(laptop: Laptop) -> None:

@@ -97,9 +97,9 @@ def test_writing_adds_what_is_open_and_keeps_the_rest(tmp_path: Path) -> None:
     path.write_text("# my cluster\npartition: small\ngpus_per_node: 2  # on purpose\n")
     profile = Profile(partition="small", gpus_per_node=2)
     added = app.write(NamedProfile("lab", profile, str(path)), judge(parse(HEALTHY), profile))
-    assert added == {"gpu_type": "a100"}
+    assert added == {"max_nodes": "4", "max_time": "1:00:00", "gpu_type": "a100"}
     assert path.read_text() == (
-        "# my cluster\npartition: small\ngpus_per_node: 2  # on purpose\n# found by mlmsub doctor\ngpu_type: a100\n"
+        "# my cluster\npartition: small\ngpus_per_node: 2  # on purpose\n# found by mlmsub doctor\n"
+        "max_nodes: 4\nmax_time: 1:00:00\ngpu_type: a100\n"
     )
-    assert app.write(NamedProfile("lab", Profile(partition="small", gpus_per_node=2, gpu_type="a100"), str(path)),
-                     judge(parse(HEALTHY), profile)) == {}  # fmt: skip
+    assert app.write(NamedProfile("lab", profile, str(path)), judge(parse(HEALTHY), profile)) == {}

@@ -54,7 +54,7 @@ def setup(user: User, text: str) -> str:
     [
         ("quantize", (KIMI,), ("EP=60",), "experts"),
         ("quantize", (KIMI,), ("ETP=2", "EP=24"), "expert-world-size"),
-        ("export", (LLAMA,), ("TP=8", "MLM_MODEL_CKPT=/workspace/scratch/c"), "export-tp"),
+        ("prune", (KIMI,), (), "stage-unsupported"),
         ("prune", (LLAMA,), ("TP=2",), "prune-tp"),
         ("quantize", (LLAMA, "auto"), ("PP=2", "MLM_EXTRA_ARGS=--auto-quantize-bits 4.8"), "auto-quantize"),
         ("quantize", (LLAMA,), ("TP=eight",), "layout-value"),
@@ -70,12 +70,19 @@ def test_submit_refuses_what_cannot_work(
 
 
 def test_allow_makes_it_a_warning_and_is_recorded(lab: User) -> None:
-    sets = ("TP=8", "MLM_MODEL_CKPT=/workspace/scratch/c")
-    found = resolved(lab, "export", LLAMA, sets=sets, allow=("export-tp",))
-    assert ("export-tp" in codes(found, "warning"), codes(found, "error")) == (True, [])
+    same = "/workspace/scratch/c"
+    sets = (f"MLM_MODEL_CKPT={same}", f"MLM_MODEL_SAVE={same}")
+    assert "in-place" in codes(resolved(lab, "quantize", LLAMA, sets=sets), "error")
+    found = resolved(lab, "quantize", LLAMA, sets=sets, allow=("in-place",))
+    assert ("in-place" in codes(found, "warning"), codes(found, "error")) == (True, [])
     data = found.spec.to_data()
-    assert data["allow"] == ["export-tp"]
-    assert RunSpec.from_data(data, "run.yaml").allow == ("export-tp",)
+    assert data["allow"] == ["in-place"]
+    assert RunSpec.from_data(data, "run.yaml").allow == ("in-place",)
+
+
+def test_export_takes_tp_1_and_says_so(lab: User) -> None:
+    found = resolved(lab, "export", LLAMA, sets=("TP=8", "MLM_MODEL_CKPT=/workspace/scratch/c"))
+    assert ("export-tp" in codes(found, "warning"), codes(found, "error")) == (True, [])
     assert plan.data(plan.make(found))["groups"] == dict.fromkeys(("TP", "CP", "PP", "ETP", "EP"), 1) | {
         "DP": 8,
         "EDP": 8,

@@ -168,7 +168,6 @@ def test_p10_experts_and_world() -> None:
 
 
 def test_p11_stages() -> None:
-    assert errors(facts(LLAMA, "export", "TP=8 1x8")) == {"export-tp"}
     assert errors(facts(LLAMA, "prune", "TP=2 1x8")) == {"prune-tp"}
     assert errors(facts(LLAMA, "quantize", "PP=2 1x8", words=("auto",), auto_quantize_bits="4")) == {"auto-quantize"}
 

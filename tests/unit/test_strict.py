@@ -9,7 +9,7 @@ import pytest
 
 from mlmsub.app import config, models, resources
 from mlmsub.app.config import User, load_profile
-from mlmsub.core import modelconf, stages
+from mlmsub.core import stages
 from mlmsub.core.errors import UsageError
 from mlmsub.core.modelconf import ModelConf
 from mlmsub.core.profile import Profile
@@ -206,13 +206,6 @@ def test_a_conf_file_that_is_not_there(tmp_path: Path, name: str) -> None:
 def test_an_argument_is_written_without_dashes() -> None:
     with pytest.raises(UsageError, match="--num-layers"):
         build(ModelConf, {"model": "m", "tokenizer": "t", "megatron_args": {"--num-layers": "1"}}, "c.yaml")
-
-
-def test_a_stage_that_the_conf_excludes_is_refused_with_its_reason() -> None:
-    conf = ModelConf("m", "t", {}, unsupported={"export": "no mapping for its experts"})
-    modelconf.check_stage(conf, "quantize")
-    with pytest.raises(UsageError, match="no mapping for its experts"):
-        modelconf.check_stage(conf, "export")
 
 
 def test_an_unknown_stage_names_the_nearest() -> None:

@@ -4,6 +4,7 @@
 # environment.sh, clusters, run_dir, job, follow (1 or empty) and offset. Following ends when the run has ended and all
 # of its log is printed.
 ended() {
+    job=$(readlink "$run_dir/state/job") || job=$submitted # an sbatch that was late may have made the job that runs
     [ ! -s "$run_dir/state/end" ] || return 0
     if [ -e "$run_dir/local" ]; then ! kill -0 "$job" 2>/dev/null; return; fi
     # done also where the job ended without a last word: cancelled, out of time, its node lost
@@ -12,6 +13,7 @@ ended() {
     return 1
 }
 set -- "$run_dir"/logs/*.log
+submitted=$job
 [ -d "$run_dir" ] || { echo "no run directory $run_dir" >&2; exit 3; }
 told=
 while :; do
@@ -20,7 +22,8 @@ while :; do
         told=1
     fi
     if ended; then last=1; else last=; fi
-    set -- "$run_dir"/logs/*.log
+    set -- "$run_dir"/logs/*_"$job"_*.log
+    [ -f "$1" ] || set -- "$run_dir"/logs/*.log
     if [ -f "$1" ]; then
         size=$(wc -c <"$1")
         if [ "$size" -gt "$offset" ]; then

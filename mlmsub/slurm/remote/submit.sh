@@ -50,7 +50,13 @@ done | head -n 1)
 
 # --- unpack: whole or not at all -----------------------------------------------------
 part=$run_dir.part.$$
-undo() { rm -rf "$part" "$run_dir"; rmdir "${run_dir%/*}" 2>/dev/null; }
+attempt=$(uname -n)-$$
+undo() {
+    rm -rf "$part"
+    # a later attempt may have taken the run up, while this one, whose connection broke, still waited for sbatch
+    [ "$(cat "$run_dir/state/attempt" 2>/dev/null)" != "$attempt" ] || rm -rf "$run_dir"
+    rmdir "${run_dir%/*}" 2>/dev/null
+}
 if [ -d "$run_dir" ]; then
     cat >/dev/null # unpacked before a connection broke; another sbatch does no harm, since one job alone can claim the run
 else
@@ -69,7 +75,7 @@ else
         [ -d "$run_dir" ] || refuse not-writable "$root"
     }
 fi
-cd "$run_dir" || exit 1
+cd "$run_dir" && echo "$attempt" >state/attempt || exit 1
 
 # --- submit ----------------------------------------------------------------------------
 umask "$users_umask"  # Slurm hands it on to the job, whose outputs are the user's
