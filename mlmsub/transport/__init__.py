@@ -14,7 +14,7 @@ from mlmsub.transport.base import Prompter, Result, Transport
 from mlmsub.transport.local import LocalTransport
 from mlmsub.transport.openssh import OpenSSHTransport
 
-__all__ = ["LocalTransport", "Prompter", "Result", "Transport", "open"]
+__all__ = ["LocalTransport", "OpenSSHTransport", "Prompter", "Result", "Transport", "open"]
 
 Kind = Literal["auto", "paramiko", "openssh", "local"]
 
