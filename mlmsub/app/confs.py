@@ -68,7 +68,7 @@ def from_hf(path: Path, name: str) -> str:
         raise UsageError(
             f"cannot read {file}: {problem.strerror}", fix="give a local config.json, or the checkpoint's folder"
         ) from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UsageError(f"{file} is not JSON: {problem}") from None
     said = str(data.get("_name_or_path", "")) if isinstance(data, dict) else ""
     if not name and (said.count("/") != 1 or said.startswith(("/", "."))):

@@ -60,13 +60,20 @@ def read(path: Path) -> Found:
     return Found(path.stem, "model.sh", text, modelconf.read_shell(text, path.stem), path)
 
 
+def _of_example(script: str, model: str) -> Found | None:
+    """For the checks: the catalogue's conf where the script has the name of one of Megatron-LM's examples."""
+    example = script.rpartition("/")[2].removesuffix(".sh") in stages.STAGES
+    return find(model, Path()) if example and model in resources.conf_names() else None
+
+
 def conf_of(stage: stages.Stage, args: tuple[str, ...], cwd: Path) -> tuple[Found | None, tuple[str, ...], str]:
     """(conf, arguments for the job, model) of a stage's arguments; `script` has no conf of ours."""
     if stage.name == stages.SCRIPT:
         words = tuple(args[0].split()) if len(args) == 1 else args  # the reference's one quoted word
         if not words:
             raise UsageError("script needs a command", fix="mlmsub submit script ... -- eagle3.sh MODEL")
-        return None, words, words[1] if len(words) > 1 and not words[1].startswith("-") else ""
+        model = words[1] if len(words) > 1 and not words[1].startswith("-") else ""
+        return _of_example(words[0], model), words, model
     usage = " ".join(("mlmsub submit", stage.name, "MODEL", *(f"[{name}]" for name in stage.extra)))
     if not args:
         raise UsageError(f"{stage.name} needs a model", fix=usage)

@@ -7,7 +7,7 @@ arguments that megatron.training derives from them).
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 # Layers of a transformer: attention and a dense MLP, attention and experts. The other letters are those of
@@ -185,12 +185,32 @@ class Architecture:
         return Count(into + 5 * (self.inner + states) + 3 * self.mamba_heads + self.inner + self.inner * self.hidden)
 
 
+MOST = 10**9
+_DIMENSIONS = (
+    "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels",
+    "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "q-lora-rank",
+    "kv-lora-rank", "qk-head-dim", "v-head-dim", "seq-length", "max-position-embeddings", "padded-vocab-size",
+    "vocab-size", "mamba-num-heads", "mamba-head-dim", "mamba-num-groups", "mamba-state-dim", "micro-batch-size",
+    "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+)  # fmt: skip
+
+
 def read(args: Mapping[str, str]) -> Architecture | None:
     """The dimensions that these arguments describe; None where the essential ones are missing or not numbers."""
+    if any(odd_numbers(args)):
+        return None
     try:
         return _read(args)
-    except (KeyError, ValueError, SyntaxError):
+    except (KeyError, ValueError, SyntaxError, ZeroDivisionError):
         return None
+
+
+def odd_numbers(args: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(argument, value) of the dimensions that are no whole number from 1 on, or beyond any model."""
+    for name in _DIMENSIONS:
+        text = args.get(name)
+        if text is not None and not (text.isascii() and text.isdigit() and 0 < int(text[:12]) < MOST):
+            yield name, text
 
 
 def _read(args: Mapping[str, str]) -> Architecture:

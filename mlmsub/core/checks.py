@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from mlmsub.core import modelconf, paths, rules, stages
+from mlmsub.core import architecture, megatron_arguments, modelconf, paths, rules, stages
 from mlmsub.core.envsetup import Reading
 from mlmsub.core.facts import Facts, gather
 from mlmsub.core.issues import Issue, error, info, warning
@@ -58,8 +59,23 @@ def _all(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Pr
         severity = warning if reading.unsure else error
         yield severity("layout-value", str(problem).partition(" ")[0], str(problem).partition(" ")[2])
         return
-    # a script of the user's may do otherwise than the example of its name, a shell conf otherwise than it reads
-    yield from rules.check(known, unsure=reading.unsure or not spec.native or spec.conf_name.endswith(".sh"))
+    # a script of the user's own may do otherwise than one of this name, a shell conf otherwise than it reads
+    yield from _arguments(known)
+    guessed = spec.conf_name.endswith(".sh") or not (spec.native or spec.conf)
+    yield from rules.check(known, unsure=reading.unsure or guessed)
+
+
+def _arguments(known: Facts) -> Iterator[Issue]:
+    """Megatron's arguments: numbers that are none, and names that it does not have."""
+    for name, text in architecture.odd_numbers(known.args):
+        yield error("argument-value", f"--{name}", f"{text!r} is not a whole number from 1 on", "mend MLM_EXTRA_ARGS")
+    names = megatron_arguments.NAMES | megatron_arguments.EXAMPLES | megatron_arguments.OWN
+    for name in known.user_args:
+        if name not in names:
+            yield warning(
+                "unknown-argument", f"--{name}", f"Megatron-Core 0.19 has no such argument{nearest(name, names)}",
+                "the job will end when it reads it; mend MLM_EXTRA_ARGS",
+            )  # fmt: skip
 
 
 def _allowed(spec: RunSpec, found: Iterable[Issue]) -> Iterator[Issue]:
@@ -171,7 +187,7 @@ def _paths(spec: RunSpec, reading: Reading, values: Mapping[str, str]) -> Iterat
             "output-not-mounted", stage.writes, f"{output} lies in the container and is gone when the job ends",
             f"choose a path below one of: {', '.join(targets)}",
         )  # fmt: skip
-    if output and output.rstrip("/") == values.get("MLM_MODEL_CKPT", "").rstrip("/"):
+    if output and posixpath.normpath(output) == posixpath.normpath(values.get("MLM_MODEL_CKPT") or "."):
         yield severity(
             "in-place", stage.writes, f"{output} is the input too, and would be overwritten", "choose another"
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlmsub.core import hf_fields
 from mlmsub.core.errors import UsageError
 from mlmsub.core.modelconf import ModelConf
 from mlmsub.core.strict import nearest
@@ -65,7 +66,12 @@ def convert(data: object, name: str = "") -> ModelConf:
             fix=f"the families known here are: {', '.join(FAMILIES)}; or write the conf by hand (docs/models.md)",
         )
     reader = _Reader(data)
-    FAMILIES[family](reader)
+    hf_fields.check(data)
+    try:
+        FAMILIES[family](reader)
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as problem:
+        raise UsageError(f"config.json is not one of a {family} model: {problem!r}") from None
+    hf_fields.check_finite(reader.args)
     name = name or str(data.get("_name_or_path", ""))
     return ModelConf(
         model=name,

@@ -178,9 +178,14 @@ def memory(facts: Facts) -> Found:
         yield "memory", f"{message}; most of it: {name} {size:.0f} GiB", "see `mlmsub plan --suggest`"
 
 
-def weights_fit(facts: Facts) -> Found:
-    if facts.memory and facts.gpu_gib and (most := max(stage.weights for stage in facts.memory)) > facts.gpu_gib:
-        message = f"the weights alone take {most:.0f} GiB, and the GPU has {facts.gpu_gib:.0f}"
+def state_fits(facts: Facts) -> Found:
+    """What the parameters need whatever the batch is: exact, where the rest is an estimate."""
+    if not facts.memory or not facts.gpu_gib:
+        return
+    most = max(stage.weights + stage.gradients + stage.optimizer for stage in facts.memory)
+    if most > facts.gpu_gib:
+        what = "weights, gradients and optimizer alone take" if facts.trains else "the weights alone take"
+        message = f"{what} {most:.0f} GiB, and the GPU has {facts.gpu_gib:.0f}"
         yield "memory", message, "split the model over more ranks: see `mlmsub plan --suggest`"
 
 

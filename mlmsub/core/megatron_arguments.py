@@ -207,3 +207,9 @@ modelopt-enabled enable-gpt-oss
 """
 NAMES = frozenset(_NAMES.split())
 EXAMPLES = frozenset(_EXAMPLES.split())
+# what mlmsub's own stages take beside them
+_OWN = """
+calib-batch-size calib-data calib-dataset calib-dataset-path-or-name calib-max-sequence-length calib-size
+export-kv-cache-quant weight-only
+"""
+OWN = frozenset(_OWN.split())

@@ -90,7 +90,8 @@ def gpu_gib(gpu_memory: int, gpu_type: str) -> float | None:
     """A GPU's memory in GiB from the profile: `gpu_memory` in GB, else by the kind's name; None where unknown."""
     names = [name for name in GPU_GB if name in gpu_type.lower().replace("-", "_").split("_")]
     gigabytes = gpu_memory or (GPU_GB[names[0]] if names else 0)
-    return gigabytes * 1e9 / GIB if gigabytes else None
+    # what is sold as 80 GB has 81559 MiB (H100), 141 GB has 143771 (H200): binary, less half a percent
+    return gigabytes * 0.995 if gigabytes else None
 
 
 def work_of(stage: str, args: Mapping[str, str]) -> Work:

@@ -127,8 +127,9 @@ RULES = (
     Rule("unread-arguments", "warning", EVERY, kinds.unread_arguments,
          "the stage reads the argument variables that are set", "Megatron-LM's examples", layout=False),
     # --- memory
-    Rule("weights-memory", "error", ALL, sizes.weights_fit,
-         "the weights fit the GPU", "docs/rules.md and benchmarks/memory.md"),
+    Rule("weights-memory", "error", ALL, sizes.state_fits,
+         "the weights fit the GPU, and in training their gradients and optimizer state too",
+         "docs/rules.md and benchmarks/memory.md"),
     Rule("memory", "warning", ALL, sizes.memory,
          "the estimate fits the GPU", "benchmarks/memory.md"),
 )  # fmt: skip

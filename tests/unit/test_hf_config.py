@@ -364,3 +364,23 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str | None, said: str) -> 
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=said):
         confs.from_hf(tmp_path / "config.json", "m")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "4096"}, {"num_attention_heads": 0}, {"num_hidden_layers": -2}, {"num_hidden_layers": 32.5},
+        {"num_hidden_layers": True}, {"rms_norm_eps": float("inf")}, {"rope_theta": float("nan")},
+        {"rope_scaling": "yarn"}, {"rope_scaling": {"rope_type": "llama3"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_field_of_another_kind_is_a_message_and_no_traceback(change: dict[str, object]) -> None:
+    data = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    }  # fmt: skip
+    hf_config.convert(data, "a/b")
+    with pytest.raises(UsageError, match=r"config\.json"):
+        hf_config.convert(data | change, "a/b")

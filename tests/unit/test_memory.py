@@ -188,7 +188,7 @@ def test_recomputation_saves_activations() -> None:
 
 @pytest.mark.parametrize(
     ("memory_gb", "kind", "gib"),
-    [(0, "h100", 74.5), (0, "H200", 131.3), (0, "nvidia_h100_80gb", 74.5), (0, "gb200", 173.2), (96, "h100", 89.4),
+    [(0, "h100", 79.6), (0, "H200", 140.3), (0, "nvidia_h100_80gb", 79.6), (0, "gb200", 185.1), (96, "h100", 95.5),
      (0, "", None), (0, "v100", None)],
 )  # fmt: skip
 def test_the_memory_of_a_kind_of_gpu(memory_gb: int, kind: str, gib: float | None) -> None:

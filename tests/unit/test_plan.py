@@ -169,7 +169,7 @@ def test_the_screen_of_a_plan_that_fits(lab: User, capsys: pytest.CaptureFixture
     screen._show(made(lab, "quantize", QWEN_MOE, sets=("EP=8",)))
     text = capsys.readouterr().out
     assert "ETP 1 x EP 8 x EDP 1 x PP 1   16 of 128 a rank" in text
-    assert "memory of one GPU, estimated, GiB of 75" in text
+    assert "memory of one GPU, estimated, GiB of 80" in text
     assert max(map(len, text.splitlines())) <= screen.WIDTH
 
 
@@ -197,3 +197,43 @@ def test_the_exit_code(tmp_path: Path, sets: tuple[str, ...], code: int) -> None
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert json.loads(done.stdout)["stage"] == "quantize"
+
+
+@pytest.mark.parametrize(
+    ("sets", "code"),
+    [
+        ("--num-layers 0", "argument-value"),
+        ("--num-layers 99999999999999999999", "argument-value"),
+        ("--num-attention-heads 0", "argument-value"),
+        ("--mamba-head-dim 0", "argument-value"),
+        ("--decoder-first-pipeline-num-layers abc", "argument-value"),
+    ],
+)
+def test_numbers_that_are_none_are_named(lab: User, sets: str, code: str) -> None:
+    found = resolved(lab, "quantize", LLAMA, sets=(f"MLM_EXTRA_ARGS={sets}",))
+    assert code in codes(found, "error")
+    plan.data(plan.make(found))
+
+
+def test_an_argument_that_megatron_does_not_have_is_warned_of(lab: User) -> None:
+    found = resolved(lab, "quantize", LLAMA, sets=("MLM_EXTRA_ARGS=--sequnce-parallel --calib-size 8",))
+    said = [issue.message for issue in found.issues if issue.code == "unknown-argument"]
+    assert said == ["Megatron-Core 0.19 has no such argument; did you mean 'sequence-parallel'?"]
+
+
+def test_an_example_script_is_checked_by_the_catalogues_conf(lab: User) -> None:
+    """The emblem's export: 61 layers need the uneven split."""
+
+    def ends(more: str) -> list[str]:
+        sets = ("PP=16", f"MLM_EXTRA_ARGS={more}")
+        return codes(resolved(lab, "script", "export.sh", KIMI, nodes="2", sets=sets), "error")
+
+    assert "layers" in " ".join(ends(""))
+    assert ends("--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2") == []
+
+
+def test_training_whose_state_does_not_fit_is_refused(lab: User) -> None:
+    found = resolved(
+        lab, "finetune", "Qwen/Qwen3-235B-A22B", nodes="8", sets=("EP=64", "MLM_MODEL_CKPT=/workspace/scratch/c")
+    )
+    assert "weights-memory" in codes(found, "error")
