@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 
 from mlmsub.app.resolve import Resolved, public_values
-from mlmsub.core import checks, suggest
+from mlmsub.core import checks, rules, suggest
 from mlmsub.core.architecture import NAMES
 from mlmsub.core.facts import Facts
+from mlmsub.core.issues import Issue
 from mlmsub.core.layout import Pipeline
 from mlmsub.core.memory import Breakdown
 from mlmsub.core.suggest import Suggestion
@@ -24,8 +25,14 @@ class Plan:
     suggestions: tuple[Suggestion, ...] | None = None  # None: not asked for
 
     @property
+    def issues(self) -> list[Issue]:
+        """All issues; with suggestions, those that no other layout would mend."""
+        found = self.resolved.issues
+        return [issue for issue in found if not self.suggestions or issue.code not in rules.LAYOUT_CODES]
+
+    @property
     def failed(self) -> bool:
-        return any(issue.severity == "error" for issue in self.resolved.issues)
+        return self.suggestions == () or any(issue.severity == "error" for issue in self.issues)
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,10 @@ def make(resolved: Resolved, *, with_suggestions: bool = False, free_nodes: bool
         return Plan(resolved, None, () if with_suggestions else None)
     if not with_suggestions:
         return Plan(resolved, facts)
-    found = suggest.suggest(facts, suggest.FREE_NODES if free_nodes else [spec.nodes])
-    return Plan(resolved, facts, tuple(found))
+    most = profile.max_nodes or max(suggest.FREE_NODES)
+    nodes = [count for count in suggest.FREE_NODES if count <= most] if free_nodes else [spec.nodes]
+    hopeless = any(issue.code == "stage-unsupported" for issue in resolved.issues)
+    return Plan(resolved, facts, () if hopeless else tuple(suggest.suggest(facts, nodes)))
 
 
 def stretches(facts: Facts) -> list[Stretch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable
 from textwrap import wrap
@@ -20,7 +21,7 @@ from mlmsub.core.layout import Pipeline
 
 __all__ = ["Options", "run"]
 
-WIDTH = 100
+WIDTH = max(76, min(shutil.get_terminal_size((100, 24)).columns, 120))
 SHOWN = 12  # suggestions
 ROWS = 6  # kinds of pipeline stages
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -37,7 +38,7 @@ def run(options: Options, *, suggest: bool, as_json: bool) -> None:
         output.print_json(app.data(plan))
     else:
         _show(plan)
-    if plan.failed and not (suggest and plan.suggestions):
+    if plan.failed:
         sys.exit(ChecksFailed.exit_code)
 
 
@@ -46,6 +47,7 @@ def _show(plan: Plan) -> None:
     print(output.styled(f"{spec.stage} {spec.model or ' '.join(spec.args)}", "bold") + _about(facts))
     if plan.suggestions is not None:
         _suggestions(plan)
+        _issues(plan.issues)
         return
     _values(plan)
     _job(plan)

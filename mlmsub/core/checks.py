@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from mlmsub.core import architecture, megatron_arguments, modelconf, paths, rules, stages
+from mlmsub.core import architecture, confcheck, megatron_arguments, modelconf, paths, rules, stages
 from mlmsub.core.envsetup import Reading
 from mlmsub.core.facts import Facts, gather
 from mlmsub.core.issues import Issue, error, info, warning
@@ -60,9 +60,20 @@ def _all(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Pr
         yield severity("layout-value", str(problem).partition(" ")[0], str(problem).partition(" ")[2])
         return
     # a script of the user's own may do otherwise than one of this name, a shell conf otherwise than it reads
+    yield from _conf(spec, known)
     yield from _arguments(known)
     guessed = spec.conf_name.endswith(".sh") or not (spec.native or spec.conf)
     yield from rules.check(known, unsure=reading.unsure or guessed)
+
+
+def _conf(spec: RunSpec, known: Facts) -> Iterator[Issue]:
+    """What `conf check` would refuse; a shell conf may do more than can be read of it."""
+    if known.conf is None and spec.conf_name:
+        yield warning("conf-unread", spec.conf_name, "it sets no MODEL_ARGS that can be read without running it")
+    elif known.conf is not None and spec.native:
+        readable = not spec.conf_name.endswith(".sh")
+        found = confcheck.run(known.conf)
+        yield from (issue for issue in found if issue.severity == "error" and readable)
 
 
 def _arguments(known: Facts) -> Iterator[Issue]:

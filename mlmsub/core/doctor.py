@@ -40,6 +40,9 @@ def judge(answers: Answers, profile: Profile) -> list[Finding]:
         path = answers["no-sbatch"][0]
         fix = "set the profile's `slurm_bin`, or `prelude` to what puts sbatch on PATH"
         return [Finding("Slurm", "error", f"sbatch was not found on {path}", fix)]
+    if "no-answer" in answers or "version" not in answers:
+        said = _first(answers, "no-answer") or "nothing"
+        return [Finding("Slurm", "error", f"it does not answer: {said}", "see `sinfo`; set `prelude` or SLURM_CONF")]
     return [
         Finding("Slurm", "ok", _first(answers, "version")),
         *_partitions(answers, profile),
@@ -163,7 +166,8 @@ def _places(answers: Answers) -> Iterator[Finding]:
             severity: Literal["ok", "warning"] = "ok" if free >= 1 else "warning"
             yield Finding(name, severity, f"writable, {free:,.0f} GiB free", "" if free >= 1 else "free some space")
         elif word:
-            yield Finding(name, "error", f"cannot write to {rest}", f"set the profile's `{key}`")
+            said = f"{rest} is not there" if word == "missing" else f"cannot write to {rest}"
+            yield Finding(name, "error", said, f"make it, or set the profile's `{key}`")
 
 
 def _image(answers: Answers, profile: Profile) -> Iterator[Finding]:

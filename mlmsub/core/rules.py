@@ -94,7 +94,7 @@ RULES = (
          "quantizing experts needs TP=1 or EP=1",
          "modelopt/torch/quantization/plugins/megatron.py: QuantSequentialMLP"),
     Rule("auto-quantize", "error", ("quantize",), kinds.auto_quantize,
-         "automatic quantization needs PP=1, and its bits", "Megatron-LM's quantize.py", layout=False),
+         "automatic quantization needs PP=1, and its bits", "Megatron-LM's quantize.py"),
     Rule("export-tp", "warning", ("export",), kinds.export_tp,
          "export splits by PP only; TP is forced to 1", "Megatron-LM's export.sh; Speech#14375; Model-Optimizer#1589"),
     Rule("export-layout", "info", ("export",), kinds.export_others,
@@ -143,6 +143,9 @@ def check(facts: Facts, *, unsure: bool = False) -> Iterator[Issue]:
             for field, message, fix in rule.check(facts):
                 issue = Issue(rule.code, rule.severity, field, message, fix)
                 yield replace(issue, severity="warning") if unsure and rule.severity == "error" else issue
+
+
+LAYOUT_CODES = frozenset(rule.code for rule in RULES if rule.layout)
 
 
 def legal(facts: Facts) -> bool:

@@ -56,6 +56,7 @@ def test_a_healthy_cluster_has_nothing_to_mend() -> None:
         ("partition", "batch*", "batch", "error", "batch, cpu, small"),
         ("account", "account|team", "account|", "warning", "team"),
         ("scratch", "scratch|writable|104857600", "scratch|not-writable|/lustre", "error", "scratch"),
+        ("scratch", "scratch|writable|104857600", "scratch|missing|/lustre/me", "error", "make it"),
         ("run directories", "runs|writable|104857600", "runs|writable|10", "warning", "space"),
         ("image", "image|there", "image|missing", "error", "image"),
         ("WaitTime", "WaitTime=0 sec", "WaitTime=30 sec", "info", "--wait=0"),
@@ -89,7 +90,8 @@ def test_an_account_that_is_not_yours() -> None:
 
 @pytest.mark.parametrize("answer", ["", "\n", "nonsense", "partition|x", "runs|", "config|=", "scratch|writable|?"])
 def test_an_answer_that_is_not_whole_is_no_traceback(answer: str) -> None:
-    assert judge(parse(answer), PROFILE)
+    (only,) = judge(parse(answer), PROFILE)
+    assert only.severity == "error" and not only.settles
 
 
 def test_writing_adds_what_is_open_and_keeps_the_rest(tmp_path: Path) -> None:

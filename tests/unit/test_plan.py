@@ -237,3 +237,13 @@ def test_training_whose_state_does_not_fit_is_refused(lab: User) -> None:
         lab, "finetune", "Qwen/Qwen3-235B-A22B", nodes="8", sets=("EP=64", "MLM_MODEL_CKPT=/workspace/scratch/c")
     )
     assert "weights-memory" in codes(found, "error")
+
+
+def test_suggestions_keep_the_stages_own_rules_and_the_partition(lab: User) -> None:
+    auto = plan.make(
+        resolved(lab, "quantize", LLAMA, "auto", sets=("MLM_EXTRA_ARGS=--auto-quantize-bits 4.8",)),
+        with_suggestions=True,
+    )
+    assert auto.suggestions and {one.layout.pp for one in auto.suggestions} == {1}
+    impossible = plan.make(resolved(lab, "prune", KIMI), with_suggestions=True, free_nodes=True)
+    assert impossible.suggestions == () and impossible.failed

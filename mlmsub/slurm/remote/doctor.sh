@@ -9,6 +9,7 @@ ask() { # KIND COMMAND...: a line of answer each
     "$@" 2>/dev/null </dev/null | while IFS= read -r line; do say "$kind" "$line"; done
 }
 command -v sbatch >/dev/null || { say no-sbatch "$PATH"; exit 0; }
+if ! error=$(sinfo -h 2>&1 >/dev/null </dev/null); then say no-answer "$(printf '%s\n' "$error" | tail -n 1)"; exit 0; fi
 ask version sbatch --version
 ask partition sinfo -h -o '%P|%a|%l|%D|%G|%m|%c'
 srun --mpi=list 2>&1 </dev/null | while IFS= read -r line; do say mpi "$line"; done
@@ -23,10 +24,15 @@ if sacct -n -X -S now >/dev/null 2>&1 </dev/null; then say sacct yes; else say s
 ask account sacctmgr -n -P show user "$(id -un)" format=DefaultAccount
 ask association sacctmgr -n -P show assoc user="$(id -un)" format=Account,Partition,QOS
 for pair in "runs|$runs_root" "scratch|$scratch"; do
-    [ -n "${pair#*|}" ] || continue
     folder=${pair#*|}
-    while [ ! -e "$folder" ]; do folder=${folder%/*}; folder=${folder:-/}; done
-    if [ -w "$folder" ]; then say "${pair%%|*}" "writable|$(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 { print $4 }')"
+    [ -n "$folder" ] || continue
+    # run directories are made below a scratch that is there
+    while [ "${pair%%|*}" = runs ] && [ ! -e "$folder" ] && [ "$folder" != "$scratch" ]; do
+        folder=${folder%/*}
+        folder=${folder:-/}
+    done
+    if [ ! -d "$folder" ] || [ "$folder" = / ]; then say "${pair%%|*}" "missing|${pair#*|}"
+    elif [ -w "$folder" ]; then say "${pair%%|*}" "writable|$(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 { print $4 }')"
     else say "${pair%%|*}" "not-writable|$folder"; fi
 done
 if [ -n "$image" ]; then if [ -r "$image" ]; then say image "there"; else say image "missing"; fi; fi
