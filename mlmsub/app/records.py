@@ -106,6 +106,12 @@ class Records:
             None,
         )
 
+    def twin(self, content_hash: str, profile: str) -> Record | None:
+        """The last run of the same content that was submitted."""
+        return next(
+            (r for r in self.all() if r.job_id and r.content_hash == content_hash and r.profile == profile), None
+        )
+
     def find(self, word: str) -> Record:
         """The run with this id, beginning of an id, or job id; `last` is the newest. UsageError otherwise."""
         records = self.all()

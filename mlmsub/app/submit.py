@@ -28,6 +28,7 @@ class Prepared:
     record: Record
     bundle: bundle.Bundle
     resolved: Resolved
+    twin: Record | None = None  # a run of the same content, which is the answer while it is queued or at work
 
 
 def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepared:
@@ -40,6 +41,7 @@ def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepa
     own = resources.for_bundle()
     content_hash = bundle.content_hash(spec, own)
     record = None if new else records.unfinished(content_hash, named.name)
+    twin = None if new or record else records.twin(content_hash, named.name)
     if record is None:
         stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
         run = paths.RunPaths(spec.runs_root, paths.run_id(stamp, spec.stage, secrets.token_hex(3)))
@@ -65,7 +67,9 @@ def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepa
             outputs_at={name: _on_cluster(resolved.values[name], spec) for name in spec.outputs},
         )
     run = paths.RunPaths(record.runs_root, record.run_id)
-    return Prepared(record, bundle.build(spec, run, record.stamp, own, resolved.secrets, shared(record)), resolved)
+    return Prepared(
+        record, bundle.build(spec, run, record.stamp, own, resolved.secrets, shared(record)), resolved, twin
+    )
 
 
 def _on_cluster(path: str, spec: RunSpec) -> str:
@@ -96,7 +100,7 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
     taken_up = records.holds(record)
     records.save(record)
     try:
-        script = jobs.script("submit", **_parameters(spec, record))
+        script = jobs.script("submit", **_parameters(spec, record, prepared.twin))
         result = transport.run(script, stdin=gzip.compress(archive, mtime=0))
     except TransportError as error:
         if not taken_up and not isinstance(error, ConnectionLost | CommandTimeout):
@@ -110,6 +114,9 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
         if not getattr(refused, "may_exist", False):
             records.forget(record)
         raise
+    if prepared.twin and existed and job_id == prepared.twin.job_id:
+        records.forget(record)
+        return prepared.twin, True
     return records.submitted(record, job_id), existed
 
 
@@ -128,7 +135,7 @@ def _small_enough(made: bundle.Bundle) -> bytes:
     return archive
 
 
-def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:
+def _parameters(spec: RunSpec, record: Record, twin: Record | None) -> Mapping[str, str]:
     return {
         "run_dir": record.run_dir,
         "scheduler": spec.scheduler,
@@ -136,6 +143,8 @@ def _parameters(spec: RunSpec, record: Record) -> Mapping[str, str]:
         "prelude": spec.prelude,
         "clusters": spec.sbatch.get("clusters", ""),
         "pass_env": " ".join(spec.pass_env),
+        "twin_dir": twin.run_dir if twin else "",
+        "twin_job": twin.job_id if twin else "",
         "image": spec.image if spec.image.startswith("/") else "",
         "sources": "".join(f"{mount.split(':')[0]}\n" for mount in spec.mounts),
         "cluster_setup": spec.setup.on_cluster,

@@ -130,7 +130,7 @@ def submit(
     allow: Allow = None,
     in_place: InPlace = False,
     from_: From = "",
-    new: Annotated[bool, typer.Option("--new", help="Do not take up an unfinished submission of the same.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Another run, though one of the same is under way.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show everything; send nothing.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the log; exit 6 if the job fails.")] = False,
     no_prompt: NoPrompt = False,

@@ -68,8 +68,8 @@ def parse_submission(answer: str, stderr: str = "") -> tuple[str, bool]:
     values = dict(reversed(pairs))
     if "job" in values:
         return values["job"], False
-    if "existing" in values:
-        return values["existing"], True
+    if found := values.get("existing") or values.get("twin"):
+        return found, True
     if values.get("refused") == "sbatch":
         raise refusals.sbatch(int(values["code"]), "\n".join(v for k, v in pairs if k == "stderr"))
     if "refused" in values:

@@ -88,7 +88,25 @@ class OpenSSHTransport(wire.ScriptRunner):
             return ConnectionLost.during_script(self.where, command, ended.status, ended.said)
         if ended.status != _SSH_FAILED:
             return ScriptNotStarted.by_login_shell(self.where, command, ended.status, ended.said)
-        return classify(ended.said, where=self.where, no_prompt=self._no_prompt)
+        error = classify(ended.said, where=self.where, no_prompt=self._no_prompt)
+        return self._with_fingerprint(error) if isinstance(error, HostKeyUnknown) else error
+
+    def _with_fingerprint(self, error: HostKeyUnknown) -> HostKeyUnknown:
+        """ssh names the key of an unknown host only when it is verbose; it stops before authentication all the same."""
+        argv = [self._argv[0], "-v", "-o", "BatchMode=yes", *self._argv[1:], "--", self._host, "true"]
+        said = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stderr
+        keys = re.findall(r"Server host key: (\S+) (SHA256:\S+)", said)
+        if not keys:
+            return error
+        key_type, fingerprint = keys[-1]  # a jump host's comes before
+        return HostKeyUnknown(
+            f"the host key is not known ({key_type}, {fingerprint}); nothing was sent",
+            where=error.where,
+            key_type=key_type,
+            fingerprint=fingerprint,
+            stderr=error.stderr,
+            fix=UNKNOWN_KEY_FIX,
+        )
 
 
 def _config(ssh_config: str | None, no_prompt: bool, accept_new: bool, connect_timeout: float) -> str:
@@ -137,7 +155,7 @@ def _host_key_error(said: str, where: str) -> HostKeyError | None:
             key_type=key_type,
             fingerprint=shown,
             stderr=said,
-            fix=f"connect once by hand (ssh HOST) to see the fingerprint; {UNKNOWN_KEY_FIX}",
+            fix=UNKNOWN_KEY_FIX,
         )
     return None
 

@@ -275,3 +275,19 @@ def test_torchrun_under_one_task_per_gpu_is_refused(mlm: Mlmsub) -> None:
     run = mlm.submit("script", "--env-setup", "setup.sh", "--", "hello.sh")
     assert mlm.lab.wait(run["job_id"]).exit_code == "78:0"
     assert "the job was laid out for python" in mlm.log(run)
+
+
+def test_the_same_command_again_is_the_run_that_is_under_way(mlm: Mlmsub) -> None:
+    """Whoever did not see the end of a submission repeats it; two jobs would write the same checkpoint."""
+    mlm.profile(gpus_per_node=1)
+    mlm.script("sleep.sh", "sleep 60\n")
+    first = mlm.submit("script", "--", "sleep.sh")
+    again = mlm.submit("script", "--", "sleep.sh")
+    other = mlm.submit("script", "--new", "--", "sleep.sh")
+    assert (again["run_id"], again["job_id"], again["existed"]) == (first["run_id"], first["job_id"], True)
+    assert other["job_id"] != first["job_id"] and not other["existed"]
+    mlm.run("cancel", first["run_id"], other["run_id"])
+    for run in (first, other):
+        mlm.lab.wait(run["job_id"])
+    assert mlm.submit("script", "--", "sleep.sh")["existed"] is False
+    mlm.run("cancel", "last")

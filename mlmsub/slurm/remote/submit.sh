@@ -1,7 +1,7 @@
 # shellcheck shell=sh disable=SC2154,SC2015  # parameters come as assignments in front; `a && b || c` is meant
 
 # Submit one run: runs on the cluster under /bin/sh, with the run directory as a tar on standard input. The client
-# puts in front: environment.sh, run_dir scheduler clusters pass_env image sources script cluster_setup ntasks job_name stamp
+# puts in front: environment.sh, run_dir scheduler clusters pass_env twin_dir twin_job image sources script cluster_setup ntasks job_name stamp
 # parents unpack (the program that undoes the compression).
 # Answers with lines `key value`; the exit code is 0 whenever there is an answer.
 users_umask=$(umask)
@@ -22,6 +22,16 @@ find_job() { # the job of this run directory, by what Slurm keeps of every job: 
         echo "$job"
     done | head -n 1
 }
+# the same command again, while the run that it made is queued or at work: that run is the answer
+if [ -n "$twin_job" ] && [ -d "$twin_dir" ] && [ ! -s "$twin_dir/state/end" ]; then
+    if [ "$scheduler" = local ]; then
+        kill -0 "$twin_job" 2>/dev/null && { say twin "$twin_job"; exit 0; }
+    else
+        case $(squeue ${clusters:+-M "$clusters"} -h -j "$twin_job" -o %T 2>/dev/null </dev/null | tail -n 1) in
+            PENDING | CONFIGURING | RUNNING | SUSPENDED | REQUEUED) say twin "$twin_job"; exit 0 ;;
+        esac
+    fi
+fi
 if [ -d "$run_dir" ]; then
     job=$(readlink "$run_dir/state/job") || job=$(cat "$run_dir/state/submitted" 2>/dev/null) || job=$(find_job) ||
         refuse no-queue "$(squeue 2>&1 >/dev/null </dev/null | tail -n 1)"
