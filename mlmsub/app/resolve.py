@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +54,7 @@ class _Values:
 def resolve(user: User, records: Records, request: Request) -> Resolved:
     """Raises UsageError for what cannot be understood; what cannot work comes back as issues."""
     stage = stages.find(request.stage)
-    sources = Sources(user, load_profile(user, request.profile), request)
+    sources = Sources(user, _profile(user, request), request)
     profile = sources.profile
     conf, args, model = models.conf_of(stage, request.args, user.cwd)
     parents = _parents(records, sources)
@@ -161,6 +161,13 @@ def _no_secrets(spec: RunSpec, secrets: Mapping[str, str]) -> None:
     for field in ("args", "prelude", "sbatch_args", "srun_args", "mounts", "job_name", "install", "defaults"):
         if any(text in str(getattr(spec, field)) for text in texts):
             raise UsageError(f"{field} holds a secret's value, and is readable", fix="read the variable in the job")
+
+
+def _profile(user: User, request: Request) -> NamedProfile:
+    named = load_profile(user, request.profile)
+    if not request.gpu:
+        return named
+    return replace(named, profile=replace(named.profile, gpu_type=request.gpu, gpu_memory=0))
 
 
 def _parents(records: Records, sources: Sources) -> list[Record]:

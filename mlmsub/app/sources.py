@@ -29,6 +29,7 @@ class Request:
     sbatch_args: tuple[str, ...] = ()
     install: str = ""
     static: bool = False
+    gpu: str = ""  # a kind of GPU in place of the profile's, to plan for
     allow: tuple[str, ...] = ()
 
 

@@ -177,6 +177,7 @@ def plan(
     ] = None,
     static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
     allow: Allow = None,
+    gpu: Annotated[str, typer.Option(metavar="KIND", help="Plan for this GPU, such as h200.")] = "",
     suggest: Annotated[
         bool, typer.Option("--suggest", help="List layouts that work, best first; without --nodes, on any number.")
     ] = False,
@@ -189,7 +190,7 @@ def plan(
         verb.Options(
             stage=stage, args=tuple(args or ()), profile=profile, env_setup=env_setup, overrides=tuple(set_ or ()),
             nodes=nodes, time=time, partition=partition, account=account, after=tuple(after or ()), static=static,
-            allow=tuple(allow or ()),
+            allow=tuple(allow or ()), gpu=gpu,
         ),
         suggest=suggest, as_json=json_,
     )  # fmt: skip

@@ -28,6 +28,8 @@ def run(
         if dry_run:
             _show(app.prepare(resolved, records, new=new), as_json)
             return
+        if as_json and any(issue.severity == "error" for issue in resolved.issues):
+            output.print_json({"run_id": None, "job_id": None, "issues": _data(resolved.issues)})
         app.checked(resolved)
         if not as_json:
             output.print_issues(resolved.issues)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import lcm
 
 SIZES = ("TP", "PP", "CP", "EP", "ETP")
+MOST = 100_000  # ranks in a group: more than any cluster has
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class Layout:
             text = values.get(name, "").strip()
             if not text:
                 continue
-            if not (text.isascii() and text.isdigit()) or int(text) < 1:
-                raise ValueError(f"{name} must be a number from 1 on, not {text!r}")
+            if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= MOST or len(text) > 9:
+                raise ValueError(f"{name} must be a number from 1 to {MOST}, not {text[:24]!r}")
             sizes[name.lower()] = int(text)
         return cls(**sizes, nodes=nodes, gpus_per_node=gpus_per_node)
 

@@ -123,7 +123,7 @@ RULES = (
     Rule("checkpoint-mismatch", "warning", EVERY, kinds.checkpoint_matches,
          "the checkpoint's name agrees with the model's", "Megatron-LM's gpt-oss-120b.sh", layout=False),
     Rule("unknown-variable", "warning", EVERY, kinds.unknown_names,
-         "something reads each name that the env setup assigns", "public reports", layout=False),
+         "no name in the env setup is nearly one that is read", "public reports", layout=False),
     Rule("unread-arguments", "warning", EVERY, kinds.unread_arguments,
          "the stage reads the argument variables that are set", "Megatron-LM's examples", layout=False),
     # --- memory

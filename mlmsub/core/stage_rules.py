@@ -140,8 +140,8 @@ def checkpoint_matches(facts: Facts) -> Found:
 
 def unknown_names(facts: Facts) -> Found:
     for name in sorted(facts.assigned.difference(VARIABLES)):
-        near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.85)
-        if name.startswith("MLM_") or (near and len(name) > 3):
+        near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.78)
+        if name.startswith("MLM_") or near:
             yield name, "is read by nothing", f"did you mean {near[0]}?" if near else ""
 
 

@@ -247,3 +247,21 @@ def test_suggestions_keep_the_stages_own_rules_and_the_partition(lab: User) -> N
     assert auto.suggestions and {one.layout.pp for one in auto.suggestions} == {1}
     impossible = plan.make(resolved(lab, "prune", KIMI), with_suggestions=True, free_nodes=True)
     assert impossible.suggestions == () and impossible.failed
+
+
+@pytest.mark.parametrize("size", ["999999999", "9" * 23])
+def test_a_group_beyond_all_clusters_is_refused_at_once(lab: User, size: str) -> None:
+    found = resolved(lab, "quantize", LLAMA, sets=(f"PP={size}",))
+    assert "layout-value" in codes(found, "error")
+
+
+@pytest.mark.parametrize("name", ["TPP", "TTP", "EPP", "HF_MODEL_CHECKPOINT"])
+def test_a_name_that_is_nearly_one_that_is_read_is_warned_of(lab: User, name: str) -> None:
+    assert "unknown-variable" in codes(resolved(lab, "quantize", LLAMA, sets=(f"{name}=2",)), "warning")
+
+
+def test_another_gpu_can_be_planned_for(lab: User) -> None:
+    sizes = {
+        gpu: plan.data(plan.make(resolved(lab, "quantize", LLAMA, gpu=gpu)))["gpu"]["gib"] for gpu in ("h100", "h200")
+    }
+    assert sizes == {"h100": 79.6, "h200": 140.3}
