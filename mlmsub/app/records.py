@@ -35,6 +35,7 @@ class Record:
     prelude: str = ""
     cluster: str = ""
     outputs: dict[str, str] = field(default_factory=dict)  # as the job sees them
+    layout: dict[str, str] = field(default_factory=dict)  # TP, PP, EP, ETP, and how the optimizer's state was saved
     outputs_at: dict[str, str] = field(default_factory=dict)  # the same on the cluster
 
     @property
@@ -111,6 +112,10 @@ class Records:
         return next(
             (r for r in self.all() if r.job_id and r.content_hash == content_hash and r.profile == profile), None
         )
+
+    def writer_of(self, path: str, profile: str) -> Record | None:
+        """The last run that was to write this checkpoint."""
+        return next((r for r in self.all() if path in r.outputs.values() and r.profile == profile), None)
 
     def find(self, word: str) -> Record:
         """The run with this id, beginning of an id, or job id; `last` is the newest. UsageError otherwise."""

@@ -108,7 +108,8 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         origins=sources.origins,
     )
     secrets = {name: value for name in profile.secret_names if (value := values.get(name) or user.get(name))}
-    return _checked(spec, sources.named, layers, values, secrets, sources.issues)
+    earlier = _earlier(records, values, sources.named)
+    return _checked(spec, sources.named, layers, values, secrets, sources.issues, earlier)
 
 
 def reload(user: User, path: Path, profile: str) -> Resolved:
@@ -148,11 +149,21 @@ def _checked(
     values: dict[str, str],
     secrets: dict[str, str],
     found: list[Issue],
+    earlier: Mapping[str, str] | None = None,
 ) -> Resolved:
     _no_secrets(spec, secrets)
     reading = layers.setup.reading
-    issues = (*found, *checks.run(spec, reading, values, named.profile))
+    issues = (*found, *checks.run(spec, reading, values, named.profile, earlier))
     return Resolved(spec, named, issues, values, secrets, reading)
+
+
+def _earlier(records: Records, values: Mapping[str, str], named: NamedProfile) -> dict[str, str]:
+    """The layout of the training run whose checkpoint is loaded, or is there already where this run saves."""
+    for name in ("MLM_MODEL_CKPT", "MLM_MODEL_SAVE"):
+        record = records.writer_of(values[name], named.name) if values.get(name) else None
+        if record and record.stage in stages.TRAINING:
+            return record.layout
+    return {}
 
 
 def _no_secrets(spec: RunSpec, secrets: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from mlmsub.app import resources
 from mlmsub.app.records import Record, Records, shared
 from mlmsub.app.resolve import Resolved
-from mlmsub.core import bundle, paths
+from mlmsub.core import bundle, checks, paths
 from mlmsub.core.errors import ChecksFailed, MlmsubError, UsageError
 from mlmsub.core.spec import RunSpec
 from mlmsub.slurm import jobs
@@ -64,6 +64,7 @@ def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepa
             prelude=spec.prelude,
             cluster=spec.sbatch.get("clusters", ""),
             outputs={name: resolved.values[name] for name in spec.outputs},
+            layout=checks.saved_layout(resolved.values),
             outputs_at={name: _on_cluster(resolved.values[name], spec) for name in spec.outputs},
         )
     run = paths.RunPaths(record.runs_root, record.run_id)

@@ -22,9 +22,20 @@ OVERRULED_BY_ARGUMENTS_SH = (
 IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Iterator[Issue]:
-    """All issues of a run. `values` are the variables as the job will see them."""
-    yield from _allowed(spec, _all(spec, reading, values, profile))
+def run(
+    spec: RunSpec,
+    reading: Reading,
+    values: Mapping[str, str],
+    profile: Profile,
+    earlier: Mapping[str, str] | None = None,
+) -> Iterator[Issue]:
+    """All issues of a run.
+
+    `values` are the variables as the job will see them, `earlier` the layout (`saved_layout`) of the training run
+    whose checkpoint this one goes on from.
+    """
+    found = (*_all(spec, reading, values, profile), *_resumed(spec, values, earlier or {}))
+    yield from _allowed(spec, found)
 
 
 def facts(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Facts:
@@ -87,6 +98,28 @@ def _arguments(known: Facts) -> Iterator[Issue]:
                 "unknown-argument", f"--{name}", f"Megatron-Core 0.19 has no such argument{nearest(name, names)}",
                 "the job will end when it reads it; mend MLM_EXTRA_ARGS",
             )  # fmt: skip
+
+
+def saved_layout(values: Mapping[str, str]) -> dict[str, str]:
+    """What decides who can load the optimizer's state of a training run: its layout, and the form it is saved in."""
+    found = {name: values.get(name) or "1" for name in ("TP", "PP", "EP")} | {"ETP": values.get("ETP", "")}
+    full = any("--dist-ckpt-optim-fully-reshardable" in text for text in values.values())
+    return found | {"optimizer": "fully_reshardable" if full else "dp_reshardable"}
+
+
+def _resumed(spec: RunSpec, values: Mapping[str, str], earlier: Mapping[str, str]) -> Iterator[Issue]:
+    """A training run goes on from what an earlier run saved: with another layout only where that can be resharded."""
+    if spec.stage not in stages.TRAINING or earlier.get("optimizer") != "dp_reshardable":
+        return
+    now = saved_layout(values)
+    other = [name for name in ("TP", "PP", "EP", "ETP") if now[name] != earlier.get(name, now[name])]
+    if other:
+        was, is_now = (", ".join(f"{name}={said.get(name)}" for name in other) for said in (earlier, now))
+        yield error(
+            "resume-other-layout", other[0],
+            f"the checkpoint was saved with {was}, and the state of its optimizer cannot be resharded to {is_now}",
+            "keep the layout; --dist-ckpt-optim-fully-reshardable in the earlier run would have allowed another",
+        )  # fmt: skip
 
 
 def _allowed(spec: RunSpec, found: Iterable[Issue]) -> Iterator[Issue]:

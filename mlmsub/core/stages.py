@@ -27,6 +27,7 @@ class Stage:
 
 
 SCRIPT = "script"
+TRAINING = ("eagle3", "finetune", "train")
 
 _TABLE = (
     Stage("convert", "Hugging Face checkpoint to Megatron", "HF_MODEL_CKPT", "MLM_MODEL_SAVE", "_mlm"),

@@ -265,3 +265,22 @@ def test_another_gpu_can_be_planned_for(lab: User) -> None:
         gpu: plan.data(plan.make(resolved(lab, "quantize", LLAMA, gpu=gpu)))["gpu"]["gib"] for gpu in ("h100", "h200")
     }
     assert sizes == {"h100": 79.6, "h200": 140.3}
+
+
+def test_training_does_not_go_on_with_another_layout(lab: User) -> None:
+    ckpt = "/workspace/scratch/c"
+
+    def after(**layout: str) -> list[str]:
+        records = Records(lab.records_dir)
+        before = resolved(lab, "finetune", LLAMA, sets=(f"MLM_MODEL_CKPT={ckpt}-0", f"MLM_MODEL_SAVE={ckpt}", "TP=2",
+                                                      *layout.pop("more", ())))  # fmt: skip
+        records.submitted(submit.prepare(before, records).record, "1")
+        sets = tuple(f"{name}={value}" for name, value in layout.items())
+        found = resolved(
+            lab, "finetune", LLAMA, sets=(f"MLM_MODEL_CKPT={ckpt}", "MLM_MODEL_SAVE=/workspace/scratch/d", *sets)
+        )
+        return codes(found, "error")
+
+    assert "resume-other-layout" in after(TP="4")
+    assert "resume-other-layout" not in after(TP="2")
+    assert "resume-other-layout" not in after(TP="4", more=("MLM_TRAIN_ARGS=--dist-ckpt-optim-fully-reshardable",))
