@@ -154,10 +154,11 @@ def test_a_run_waits_for_another(mlmsub: Mlmsub) -> None:
 
 
 def test_a_run_does_not_start_after_a_failure(mlmsub: Mlmsub) -> None:
-    mlmsub.script("first.sh", "sleep 0.5; exit 7\n")
+    mlmsub.script("first.sh", "until [ -e go ]; do sleep 0.1; done; exit 7\n")
     mlmsub.script("second.sh", "touch started\n")
     first = mlmsub.submit("--", "first.sh")["run_id"]
     second = mlmsub.submit("--after", first, "--", "second.sh")["run_id"]
+    (mlmsub.cwd / "go").touch()
     state = mlmsub.ended(second)
     assert (state["state"], state["reason"]) == ("cancelled", "a run it waits for failed")
     assert not (mlmsub.cwd / "started").exists()

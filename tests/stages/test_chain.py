@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENOUGH, LAYERS, MODEL, Result, Runner, logits, make_latent, make_latent_conf, session, tensors
+from rig import ENOUGH, LAYERS, MODEL, Result, Runner, logits, make_latent, make_latent_conf, session, tensors
 
 IDS = torch.arange(1, 49).view(2, 24)
 QUANTIZED = LAYERS * 7  # q, k, v, o, gate, up, down

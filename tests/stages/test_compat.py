@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Runner, session
+from rig import Runner, session
 
 
 def _fresh(name: str) -> object:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Result, Runner, make_llama, session
+from rig import ROOT, Result, Runner, make_llama, session
 
 
 def one_line(result: Result, *words: str, code: int = 2) -> None:

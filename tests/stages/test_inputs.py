@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from conftest import ENOUGH, Result, Runner, tensors
 from hypothesis import given
 from hypothesis import strategies as st
+from rig import ENOUGH, Result, Runner, tensors
 
 from mlmsub.runtime import modelconf
 from mlmsub.runtime.env import Env, Layout

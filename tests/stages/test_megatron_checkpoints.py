@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from conftest import Result, Runner, logits, session
+from rig import Result, Runner, logits, session
 
 IDS = torch.arange(1, 49).view(2, 24)
 

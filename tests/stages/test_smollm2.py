@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import smollm2
 import torch
-from conftest import ROOT, tensors
+from rig import ROOT, tensors
 
 pytest.importorskip("gguf")
 
@@ -77,7 +77,7 @@ def _plain(name: str, tensor: torch.Tensor, made: dict) -> torch.Tensor:
 
 def test_logits_of_the_imported_model(work: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the conf's ``checked`` says: Megatron's logits against transformers'."""
-    from conftest import logits
+    from rig import logits
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mlmsub.runtime import hf, model

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import MODEL, ROOT, Runner, logits
+from rig import MODEL, ROOT, Runner, logits
 
 from mlmsub.core import hf_config, modelconf
 from mlmsub.core.megatron_arguments import NAMES
