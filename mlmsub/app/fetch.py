@@ -35,11 +35,18 @@ def fetch(run: Record, patterns: list[str], target: Path, transport: Transport, 
                 received += archive.write(data)  # called within the loop's turn
                 progress(min(received, total), total)
 
-            code = transport.stream(jobs.script("fetch", folder=folder, patterns="\n".join(wanted)), write)
+            left_out: list[bytes] = []
+            script = jobs.script("fetch", folder=folder, patterns="\n".join(wanted))
+            code = transport.stream(script, write, left_out.append)
             if code == 3:
                 raise UsageError(f"{folder} is not there")
             if code == 4:
                 raise UsageError(f"nothing in {folder} matches {', '.join(wanted)}")
+            if code:
+                said = b"".join(left_out).decode(errors="replace").strip()
+                raise UsageError(
+                    f"some files of {folder} could not be read: {said}", fix="ask for the others by pattern"
+                )
             archive.seek(0)
             found += _unpack(archive, target)  # type: ignore[arg-type]
     return found
@@ -64,6 +71,8 @@ def _unpack(archive: tempfile.SpooledTemporaryFile[bytes], target: Path) -> list
             if source is None or ".." in parts or member.name.startswith("/"):
                 continue
             path = target.joinpath(*parts)
+            if path.exists():
+                raise UsageError(f"{path} is there already", fix="move it, or give another folder by --to")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 shutil.copyfileobj(source, file)

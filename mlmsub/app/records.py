@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -98,7 +101,7 @@ class Records:
                 found.append((path.stat().st_mtime_ns, _record(json.loads(path.read_text()))))
             except (OSError, ValueError, TypeError, AttributeError):  # not ours, or not whole
                 continue
-        return [record for _, record in sorted(found, key=lambda pair: pair[0], reverse=True)]
+        return [record for _, record in sorted(found, key=lambda pair: (pair[1].stamp, pair[0]), reverse=True)]
 
     def unfinished(self, content_hash: str, profile: str) -> Record | None:
         """The last submission of the same content that never heard the cluster's answer."""
@@ -106,6 +109,14 @@ class Records:
             (r for r in self.all() if not r.job_id and r.content_hash == content_hash and r.profile == profile),
             None,
         )
+
+    @contextmanager
+    def one_at_a_time(self, content_hash: str) -> Iterator[None]:
+        """Two commands of the same content, started together, go one after the other; the second finds the first's run."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.folder / f".{content_hash[:16]}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def twin(self, content_hash: str, profile: str) -> Record | None:
         """The last run of the same content that was submitted."""

@@ -15,18 +15,38 @@ from mlmsub.core.errors import SchedulerRefused, UsageError
 from mlmsub.slurm import jobs
 from mlmsub.slurm.jobs import JobState
 from mlmsub.transport import Transport
+from mlmsub.transport.errors import TransportError
 
 Connect = Callable[[Record], Transport]
 
 
-def status(runs: Sequence[Record], records: Records, connect: Connect) -> dict[str, JobState]:
-    """The state of each run by run id; a run whose submission was not finished is unknown.
+def status(
+    runs: Sequence[Record], records: Records, connect: Connect, failures: list[TransportError] | None = None
+) -> dict[str, JobState]:
+    """The state of each run by run id; a run whose submission made no job is unknown.
+
+    A cluster that is not reached raises TransportError; with `failures` its runs are unknown, and the error is there.
 
     Where another job than the record's has claimed a run (an sbatch that arrived late), the record is put right and
     that job is asked for.
     """
-    found = {run.run_id: JobState("unknown", reason="submission not finished: repeat its command") for run in runs}
-    for group in _by_cluster(run for run in runs if run.job_id):
+    found: dict[str, JobState] = {}
+    for group in _by_cluster(runs):
+        try:
+            found |= _status_of(group, records, connect)
+        except TransportError as error:
+            if failures is None:
+                raise
+            failures.append(error)
+            found |= {run.run_id: JobState("unknown", reason=f"{run.host} was not reached") for run in group}
+    return found
+
+
+def _status_of(group: list[Record], records: Records, connect: Connect) -> dict[str, JobState]:
+    nothing = JobState("unknown", reason="submission not finished: repeat its command")
+    found = {run.run_id: nothing for run in group}
+    group = [run for run in finish(group, records, connect) if run.job_id]
+    if group:
         states = _ask(group, connect)
         for index, run in enumerate(group):
             claimed_by = states[run.job_id].claimed_by
@@ -36,6 +56,17 @@ def status(runs: Sequence[Record], records: Records, connect: Connect) -> dict[s
             states |= _ask([run for run in group if run.job_id not in states], connect)
         found |= {run.run_id: states[run.job_id] for run in group}
     return found
+
+
+def finish(runs: Sequence[Record], records: Records, connect: Connect) -> list[Record]:
+    """The same runs; where a submission was cut off before it was answered, with the job that the cluster knows."""
+    found = {run.run_id: run for run in runs}
+    for group in _by_cluster(run for run in runs if not run.job_id):
+        script = jobs.script("find", **_slurm(group[0]), runs=jobs.run_lines([("-", run.run_dir) for run in group]))
+        answer = connect(group[0]).run(script).stdout.decode(errors="replace")
+        known = {place: job for job, _, place in (line.partition("|") for line in answer.splitlines())}
+        found |= {run.run_id: records.submitted(run, job) for run in group if (job := known.get(run.run_dir, ""))}
+    return [found[run.run_id] for run in runs]
 
 
 def _ask(group: Sequence[Record], connect: Connect) -> dict[str, JobState]:
@@ -74,21 +105,21 @@ def discover(user: User, named: NamedProfile, records: Records, transport: Trans
     return found[::-1]
 
 
-def cancel(runs: Sequence[Record], connect: Connect) -> list[Record]:
+def cancel(runs: Sequence[Record], records: Records, connect: Connect) -> list[Record]:
     """Cancel the runs, remove their secrets, and return those that had ended already.
 
     Raises SchedulerRefused with what scancel said.
     """
     ended = []
-    for group in _by_cluster(runs):
+    for group in _by_cluster(finish(runs, records, connect)):
         script = jobs.script(
             "cancel",
             **_slurm(group[0]),
-            runs=jobs.run_lines([(_job(run), run.run_dir) for run in group]),
+            runs=jobs.run_lines([(run.job_id or "none", run.run_dir) for run in group]),
         )
         answer = connect(group[0]).run(script).stdout.decode(errors="replace")
         said = {job: text for job, _, text in (line.partition("|") for line in answer.splitlines())}
-        ended += [run for run in group if said.get(run.job_id) == "ended"]
+        ended += [run for run in group if said.get(run.job_id or "none") == "ended"]
         if refused := {job: text for job, text in said.items() if text not in ("", "ended")}:
             raise SchedulerRefused("; ".join(f"job {j}: {text}" for j, text in refused.items()), command="scancel")
     return ended

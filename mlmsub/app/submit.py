@@ -31,6 +31,11 @@ class Prepared:
     twin: Record | None = None  # a run of the same content, which is the answer while it is queued or at work
 
 
+def identity(resolved: Resolved) -> str:
+    """What makes two submissions the same, whenever and under whatever id."""
+    return bundle.content_hash(resolved.spec, resources.for_bundle())
+
+
 def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepared:
     """Name the run and build its bundle.
 

@@ -15,7 +15,7 @@ from mlmsub.cli import output
 from mlmsub.cli.connect import Connections, Trust
 from mlmsub.core.errors import UsageError
 from mlmsub.slurm.jobs import JobState
-from mlmsub.transport.errors import ConnectionLost
+from mlmsub.transport.errors import ConnectionLost, TransportError
 
 RECONNECTS = 5  # how often in a row `logs -f` goes on after a lost connection
 
@@ -47,12 +47,19 @@ def list_runs(profile: str, limit: int, trust: Trust, *, as_json: bool) -> None:
 
 
 def _print_states(found: list[Record], records: Records, connections: Connections, as_json: bool) -> None:
-    states = runs.status(found, records, lambda run: connections.to(run.place))
+    failures: list[TransportError] = []
+    states = runs.status(found, records, lambda run: connections.to(run.place), failures)
     now = {run.run_id: run for run in records.all()}  # status may have put a job id right
     found = [now[run.run_id] for run in found]
     if as_json:
         output.print_json([asdict(run) | {"status": asdict(states[run.run_id])} for run in found])
-        return
+    else:
+        _table(found, states)
+    if failures:  # what was reached is shown first
+        raise failures[0]
+
+
+def _table(found: list[Record], states: dict[str, JobState]) -> None:
     rows = [_row(run, states[run.run_id]) for run in found]
     styles = [states[run.run_id].state for run in found]
     output.print_table(("run", "state", "job", "name", "nodes", "elapsed", "exit", "reason"), rows, styles)
@@ -88,13 +95,15 @@ def show(word: str, trust: Trust, *, as_json: bool) -> None:
 def logs(word: str, trust: Trust, *, follow: bool, raw: bool, rank: int | None) -> None:
     if raw and rank is not None:
         raise UsageError("--raw prints the log as it is; --rank picks lines from it", fix="give one of them")
-    run = _records().find(word)
+    records = _records()
+    run = records.find(word)
     printer = output.RawPrinter() if raw else output.LogPrinter(rank)
     failures = 0
     while True:
         with Connections(trust) as connections:
             before = printer.received
             try:
+                (run,) = runs.finish([run], records, lambda r: connections.to(r.place))
                 runs.log(run, connections.to(run.place), printer.feed, output.note, follow=follow, offset=before)
                 break
             except ConnectionLost:
@@ -111,7 +120,7 @@ def cancel(words: list[str], trust: Trust) -> None:
     records = _records()
     found = [records.find(word) for word in words]
     with Connections(trust) as connections:
-        ended = runs.cancel(found, lambda run: connections.to(run.place))
+        ended = runs.cancel(found, records, lambda run: connections.to(run.place))
     for run in found:
         print(f"{run.run_id}: {'had ended already' if run in ended else f'cancelled job {run.job_id}'}")
 
@@ -122,4 +131,4 @@ def fetch(word: str, patterns: Sequence[str], target: str, trust: Trust) -> None
     with Connections(trust) as connections, output.Progress(run.run_id) as progress:
         found = fetch_files(run, list(patterns), folder, connections.to(run.place), progress)
     for path in found:
-        print(path)
+        print("".join(c if c.isprintable() else "?" for c in str(path)))

@@ -34,8 +34,9 @@ def run(
         if not as_json:
             output.print_issues(resolved.issues)
         place = resolved.profile.place
-        prepared = app.prepare(resolved, records, new=new)
-        record, existed = app.send(prepared, records, lambda: connections.to(place))
+        with records.one_at_a_time(app.identity(resolved)):
+            prepared = app.prepare(resolved, records, new=new)
+            record, existed = app.send(prepared, records, lambda: connections.to(place))
         if as_json:
             output.print_json({
                 "run_id": record.run_id, "job_id": record.job_id, "run_dir": record.run_dir, "existed": existed,

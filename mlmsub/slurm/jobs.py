@@ -26,7 +26,7 @@ _STATES: dict[str, State] = {
     "TIMEOUT": "timeout", "DEADLINE": "timeout",
     "PREEMPTED": "preempted", "NODE_FAIL": "lost",
 }  # fmt: skip
-_CALLS_SLURM = ("doctor", "cancel", "log", "status", "submit")
+_CALLS_SLURM = ("doctor", "find", "cancel", "log", "status", "submit")
 LIVE: tuple[State, ...] = ("pending", "running", "unknown")
 
 

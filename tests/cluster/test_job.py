@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -291,3 +292,49 @@ def test_the_same_command_again_is_the_run_that_is_under_way(mlm: Mlmsub) -> Non
         mlm.lab.wait(run["job_id"])
     assert mlm.submit("script", "--", "sleep.sh")["existed"] is False
     mlm.run("cancel", "last")
+
+
+def test_a_submission_whose_answer_was_lost_is_found_and_can_be_cancelled(mlm: Mlmsub) -> None:
+    mlm.profile(gpus_per_node=1)
+    mlm.script("sleep.sh", "sleep 60\n")
+    run = mlm.submit("script", "--", "sleep.sh")
+    record = mlm.home / f"state/mlmsub/runs/{run['run_id']}.json"
+
+    def forget() -> None:
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"job_id": ""}))
+
+    forget()
+    assert mlm.status(run["run_id"])["state"] in ("pending", "running")
+    assert json.loads(record.read_text())["job_id"] == run["job_id"]
+    forget()
+    mlm.run("cancel", run["run_id"])
+    assert mlm.lab.wait(run["job_id"]).state == "CANCELLED"
+
+
+def test_cancelling_a_submission_that_made_no_job_removes_its_secrets_and_bars_a_late_one(mlm: Mlmsub) -> None:
+    mlm.profile(gpus_per_node=1)
+    mlm.script("go.sh", "touch /workspace/scratch/ran\n")
+    slow = mlm.home / "bin"
+    slow.mkdir()
+    (slow / "sbatch").write_text("#!/bin/sh\necho sbatch: error: Socket timed out >&2; exit 1\n")
+    (slow / "sbatch").chmod(0o755)
+    mlm.profile(gpus_per_node=1, slurm_bin=str(slow))
+    lost = mlm.run("submit", "script", "--", "go.sh", check=False, env={"HF_TOKEN": "hf_not_to_be_kept"})
+    assert lost.returncode == 5 and "may exist" in lost.stderr
+    (job_script,) = (mlm.scratch / ".mlmsub").rglob("job.sbatch")
+    assert (job_script.parent / "secrets").is_dir()
+    mlm.run("cancel", "last")
+    assert not (job_script.parent / "secrets").exists()
+    late = mlm.lab.run(["sbatch", "--parsable", str(job_script)], mlm.user).stdout.strip()
+    assert mlm.lab.wait(late).exit_code == "3:0"
+    assert not (mlm.scratch / "ran").exists()
+    assert mlm.status("last")["state"] == "cancelled"
+
+
+def test_the_same_command_at_the_same_instant_makes_one_job(mlm: Mlmsub) -> None:
+    mlm.profile(gpus_per_node=1)
+    mlm.script("sleep.sh", "sleep 60\n")
+    with ThreadPoolExecutor(3) as shells:
+        runs = list(shells.map(lambda _: mlm.submit("script", "--", "sleep.sh"), range(3)))
+    assert len({run["job_id"] for run in runs}) == 1
+    mlm.run("cancel", runs[0]["run_id"])

@@ -9,7 +9,7 @@ doubles() { # JOB DIRECTORY: the run's other jobs, made by an sbatch whose answe
     done
 }
 printf '%s' "$runs" | while read -r job dir; do
-    if [ -s "$dir/state/end" ]; then
+    if [ -s "$dir/state/end" ] || { [ "$job" = none ] && [ ! -d "$dir" ]; }; then
         printf '%s|ended\n' "$job"
         continue
     elif [ -e "$dir/local" ]; then
@@ -21,10 +21,13 @@ printf '%s' "$runs" | while read -r job dir; do
         echo "143 $job 0" >"$dir/state/end"
     else
         # shellcheck disable=SC2046  # ids
-        error=$(scancel ${clusters:+-M "$clusters"} "$job" $(doubles "$job" "$dir") 2>&1 </dev/null) || {
+        set -- $(doubles "$job" "$dir")
+        [ "$job" = none ] || set -- "$job" "$@" # a submission that was cut off before there was a job
+        error=$([ $# -eq 0 ] || scancel ${clusters:+-M "$clusters"} "$@" 2>&1 </dev/null) || {
             printf '%s|%s\n' "$job" "$error"
             continue
         }
+        [ "$job" != none ] || echo "143 none 0" >"$dir/state/end"
         ln -sT "$job" "$dir/state/job" 2>/dev/null # claims the run: a job that arrives later ends at once
     fi
     rm -rf "$dir/secrets"
