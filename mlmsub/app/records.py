@@ -72,9 +72,7 @@ class Records:
             part.write_text(json.dumps(asdict(record), indent=1) + "\n")
             part.replace(path)
         except OSError as error:
-            raise UsageError(
-                f"cannot write the run's record to {self.folder}: {error.strerror}", fix="set XDG_STATE_HOME elsewhere"
-            ) from None
+            raise self._not_writable(error) from None
 
     def holds(self, record: Record) -> bool:
         return (self.folder / f"{record.run_id}.json").exists()
@@ -112,11 +110,18 @@ class Records:
 
     @contextmanager
     def one_at_a_time(self, content_hash: str) -> Iterator[None]:
-        """Two commands of the same content, started together, go one after the other; the second finds the first's run."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.folder / f".{content_hash[:16]}.lock").open("w") as lock:
+        """Of two commands of the same content, started together, the second waits and finds the first one's run."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (self.folder / f".{content_hash[:16]}.lock").open("w")
+        except OSError as error:
+            raise self._not_writable(error) from None
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _not_writable(self, error: OSError) -> UsageError:
+        return UsageError(f"cannot write to {self.folder}: {error.strerror}", fix="set XDG_STATE_HOME elsewhere")
 
     def twin(self, content_hash: str, profile: str) -> Record | None:
         """The last run of the same content that was submitted."""
