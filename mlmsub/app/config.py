@@ -66,6 +66,9 @@ class NamedProfile:
         return Place(self.profile.host, self.profile.transport, self.profile.ssh_config)
 
 
+_BUILT_IN = {"local": profiles.LOCAL, "default": Profile()}
+
+
 def profile_names(user: User) -> list[str]:
     found = [path.stem for path in user.profiles_dir.glob("*.yaml")] if user.profiles_dir.is_dir() else []
     return sorted({*found, "local"})
@@ -78,8 +81,8 @@ def load_profile(user: User, name: str) -> NamedProfile:
     if path.is_file():
         data = read_yaml(path)
         return NamedProfile(path.stem, build(Profile, data or {}, str(path)), str(path))
-    if name == "local":
-        return NamedProfile("local", profiles.LOCAL, "built in")
+    if name in _BUILT_IN:
+        return NamedProfile(name, _BUILT_IN[name], "built in")
     if path.parent == user.profiles_dir:
         known = profile_names(user)
         raise UsageError(
@@ -95,11 +98,8 @@ def _only(user: User) -> str:
         return "default"
     if len(own) == 1:
         return own[0]
-    if not own:
-        raise UsageError(
-            "no profile is set up",
-            fix=f"write {user.profiles_dir}/default.yaml (see docs/profiles.md), or try `--profile local`",
-        )
+    if not own:  # as with the reference: this machine's Slurm, and USER_FSW and its like say the rest
+        return "default"
     raise UsageError(f"which profile? there are {', '.join(own)}", fix="give --profile, or set MLMSUB_PROFILE")
 
 

@@ -141,10 +141,10 @@ def test_several_profiles_must_be_chosen_from(user: User, write_profile: WritePr
     assert load_profile(chosen, "lab").name == "lab"
 
 
-def test_no_profile_says_where_to_write_one(user: User) -> None:
-    with pytest.raises(UsageError, match="no profile is set up") as raised:
-        load_profile(user, "")
-    assert "--profile local" in raised.value.fix
+def test_without_any_profile_this_machines_slurm_is_meant(user: User) -> None:
+    """As with the reference, whose variables then say the rest."""
+    found = load_profile(user, "")
+    assert (found.name, found.profile, found.source) == ("default", Profile(), "built in")
 
 
 def test_an_unknown_profile_names_the_nearest(user: User, write_profile: WriteProfile) -> None:
