@@ -41,7 +41,7 @@ if ((EUID == 0)) && command -v apt-get >/dev/null; then
 fi
 interpreter=$(python)
 rm -rf "$venv"
-say "$("$interpreter" --version), into $venv; this takes two minutes and 5.5 GB"
+say "$("$interpreter" --version), into $venv; with torch this takes two minutes and 5.5 GB"
 "$interpreter" -m venv "$venv"
 extras="test"
 [[ $("$interpreter" -c 'import sys; print(sys.version_info >= (3, 12))') != True ]] || extras="test,runtime"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "mlmsub").rglob("*.py"))
@@ -113,6 +112,7 @@ def test_help_does_not_wait_for_large_libraries(arguments: list[str]) -> None:
 
 
 def test_the_data_folders_travel_inside_the_wheel() -> None:
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert included == {name: f"mlmsub/data/{name}" for name in ("conf", "slurm", "container")}

@@ -18,6 +18,8 @@ from mlmsub.core.spec import EnvSetup, RunSpec, to_text
 
 TOKEN = "hf_verysecret123"
 
+AS_IT_IS = {"filter": "tar"} if hasattr(tarfile, "data_filter") else {}  # the Python of Debian 12 has none
+
 
 def built(spec: RunSpec = QUANTIZE, run: paths.RunPaths = RUN, stamp: str = STAMP, **secrets: str) -> Bundle:
     return bundle.build(spec, run, stamp, RESOURCES, secrets)
@@ -25,7 +27,7 @@ def built(spec: RunSpec = QUANTIZE, run: paths.RunPaths = RUN, stamp: str = STAM
 
 def unpacked(made: Bundle, folder: Path) -> Path:
     with tarfile.open(fileobj=io.BytesIO(made.tar())) as archive:
-        archive.extractall(folder, filter="tar")
+        archive.extractall(folder, **AS_IT_IS)
     return folder
 
 
