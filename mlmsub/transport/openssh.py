@@ -37,7 +37,7 @@ _ASKING = ("keyboard-interactive", "password")
 
 
 class OpenSSHTransport(wire.ScriptRunner):
-    """Connects with each `run`. Strict host keys and, with `no_prompt`, BatchMode hold for jump hosts too."""
+    """Connects with each `run`, and where it may ask only once. Host keys and BatchMode hold for jump hosts too."""
 
     def __init__(
         self,
@@ -61,12 +61,23 @@ class OpenSSHTransport(wire.ScriptRunner):
             )
         self._folder = tempfile.TemporaryDirectory(prefix="mlmsub-ssh-")
         config = Path(self._folder.name, "config")
-        config.write_text(_config(ssh_config, no_prompt, accept_new, connect_timeout))
+        around = _config(ssh_config, no_prompt, accept_new, connect_timeout)
+        config.write_text(around)
         options = "-T -x -o ClearAllForwardings=yes -o RemoteCommand=none"
         self._argv = [program, "-F", str(config), *options.split()]
         self._argv += ["-l", user] if user else []
         self._argv += ["-p", str(port)] if port else []
         self._host = host
+        # Whoever types a code types it once: the first login is kept for this command.
+        self._own_master = not no_prompt and not self._keeps_masters()
+        if self._own_master:
+            keep = ["ControlMaster auto", f"ControlPath {self._folder.name}/%C", "ControlPersist 30"]
+            config.write_text("\n".join([*keep, around]))
+
+    def _keeps_masters(self) -> bool:
+        argv = [*self._argv, "-G", "--", self._host]
+        shown = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout
+        return any(line.startswith("controlpath ") and line != "controlpath none" for line in shown.splitlines())
 
     def has_master(self) -> bool:
         """Whether ssh would go through a master connection that is open already."""
@@ -76,6 +87,9 @@ class OpenSSHTransport(wire.ScriptRunner):
     def close(self) -> None:
         """Remove the configuration; a master connection of the user's stays."""
         super().close()
+        if self._own_master and Path(self._folder.name).exists():
+            argv = [*self._argv, "-O", "exit", "--", self._host]
+            subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         self._folder.cleanup()
 
     def _exec(self, command: str) -> ProcessChannel:

@@ -283,3 +283,16 @@ class TestDialogues:
 
         with pytest.raises(KeyboardInterrupt):
             ask(Leaves(), ["keyboard-interactive"], [[self.CODE_PROMPT]])
+
+
+def test_a_login_that_may_have_been_typed_is_kept_for_the_command(
+    start_sshd: Callable[..., Sshd], write_config: WriteConfig
+) -> None:
+    """ssh itself asks for passwords and codes: several runs of one command are one login, and nothing stays behind."""
+    server = start_sshd("typed")
+    with transport.open("lab", "openssh", ssh_config=write_config(server)) as place:
+        assert [place.run("cat", b"x").stdout for _ in range(3)] == [b"x"] * 3
+        folder = Path(place._folder.name)  # type: ignore[attr-defined]
+        assert len(list(folder.glob("*"))) == 2  # the configuration, and the master's socket
+    assert len([line for line in server.attempts() if line.startswith("Accepted publickey")]) == 1
+    assert not folder.exists()
