@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,9 @@ def root() -> Path:
     return packed if packed.is_dir() else _PACKAGE.parent
 
 
-def for_bundle() -> dict[str, bytes]:
-    """Everything that may go into a bundle, by path: `container/...`, `slurm/...`, `mlmsub/...`."""
+@cache
+def for_bundle() -> Mapping[str, bytes]:
+    """Everything that may go into a bundle, by path: `container/...`, `slurm/...`, `mlmsub/...`. Read once."""
     found = [
         root() / "container/entrypoint.sh",
         root() / "slurm/job.sbatch.j2",

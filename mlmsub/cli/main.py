@@ -25,6 +25,23 @@ profiles = typer.Typer(help="The clusters that you can submit to.", no_args_is_h
 app.add_typer(profiles, name="profile")
 app.add_typer(confs.app, name="conf")
 
+# what several verbs take
+Stage = Annotated[
+    str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.", autocompletion=completion.stages)
+]
+ProfileName = Annotated[
+    str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
+]
+EnvSetup = Annotated[str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."),
+]
+Nodes = Annotated[str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes (default: 1).")]
+Time = Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")]
+Partition = Annotated[str, typer.Option(help="Slurm partition.")]
+Account = Annotated[str, typer.Option(help="Slurm account.")]
+Static = Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")]
 Allow = Annotated[
     list[str] | None,
     typer.Option("--allow", metavar="CODE", help="Submit in spite of this error (docs/rules.md); may be repeated."),
@@ -90,27 +107,20 @@ def root(
     epilog="Example: mlmsub submit quantize meta-llama/Llama-3.1-8B-Instruct FP8_DEFAULT_CFG --env-setup setup.sh",
 )
 def submit(
-    stage: Annotated[
-        str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.", autocompletion=completion.stages)
-    ] = "",
+    stage: Stage = "",
     args: Annotated[
         list[str] | None,
         typer.Argument(
             help="The model and more; for script, your command after `--`.", autocompletion=completion.models
         ),
     ] = None,
-    profile: Annotated[
-        str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
-    ] = "",
-    env_setup: Annotated[str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")] = "",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."),
-    ] = None,
-    nodes: Annotated[str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes (default: 1).")] = "",
-    time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "",
-    partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
-    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
+    profile: ProfileName = "",
+    env_setup: EnvSetup = "",
+    set_: Set = None,
+    nodes: Nodes = "",
+    time: Time = "",
+    partition: Partition = "",
+    account: Account = "",
     job_name: Annotated[str, typer.Option(help="Job name (default: STAGE-MODEL).")] = "",
     after: Annotated[
         list[str] | None,
@@ -126,7 +136,7 @@ def submit(
         str,
         typer.Option(metavar="FILE", help="pip install this requirements file of the container, once per node."),
     ] = "",
-    static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
+    static: Static = False,
     allow: Allow = None,
     in_place: InPlace = False,
     from_: From = "",
@@ -153,29 +163,22 @@ def submit(
 
 @app.command(epilog="Example: mlmsub plan eagle3 moonshotai/Kimi-K2-Instruct --nodes 8 --env-setup setup.sh")
 def plan(
-    stage: Annotated[
-        str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.", autocompletion=completion.stages)
-    ] = "",
+    stage: Stage = "",
     args: Annotated[
         list[str] | None, typer.Argument(help="The model and more.", autocompletion=completion.models)
     ] = None,
-    profile: Annotated[
-        str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
-    ] = "",
-    env_setup: Annotated[str, typer.Option(metavar="FILE", help="Shell file of variables (SANDBOX_ENV_SETUP).")] = "",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the job; wins over the env setup."),
-    ] = None,
-    nodes: Annotated[str, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes (default: 1).")] = "",
-    time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "",
-    partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
-    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
+    profile: ProfileName = "",
+    env_setup: EnvSetup = "",
+    set_: Set = None,
+    nodes: Nodes = "",
+    time: Time = "",
+    partition: Partition = "",
+    account: Account = "",
     after: Annotated[
         list[str] | None,
         typer.Option(metavar="RUN", help="The run that this one continues.", autocompletion=completion.runs),
     ] = None,
-    static: Annotated[bool, typer.Option("--static", help="Read the env setup without running it.")] = False,
+    static: Static = False,
     allow: Allow = None,
     gpu: Annotated[str, typer.Option(metavar="KIND", help="Plan for this GPU, such as h200.")] = "",
     suggest: Annotated[
@@ -279,9 +282,7 @@ def cancel(runs: Runs, no_prompt: NoPrompt = False, accept_new: AcceptNew = Fals
 
 @app.command()
 def doctor(
-    profile: Annotated[
-        str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
-    ] = "",
+    profile: ProfileName = "",
     write: Annotated[bool, typer.Option("--write", help="Add what is certain to the profile's file.")] = False,
     no_prompt: NoPrompt = False,
     accept_new: AcceptNew = False,

@@ -82,9 +82,6 @@ class Facts:
         """Whether one of these Megatron arguments is given."""
         return any(name in self.args for name in names)
 
-    def with_layout(self, chosen: Layout) -> Facts:
-        return replace(self, asked=chosen, layout=chosen)
-
 
 def split(args: Mapping[str, str], arch: Architecture, pp: int) -> Pipeline | SplitError:
     """The layers of each pipeline stage under these arguments."""
