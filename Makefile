@@ -14,7 +14,7 @@ demo: $(VENV)/ready ## quantize and export a real small model through Slurm (or 
 	@PATH="$(abspath $(BIN)):$$PATH" tests/demo.sh
 
 test: lint ## lint, types, shellcheck, and all tests that this machine can run
-	$(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests
 
 unit: $(VENV)/ready ## the tests that need a second
 	$(BIN)/python -m pytest tests/unit

@@ -1,5 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # variables for who sources this
 # Env setup: export of Kimi-K2-Instruct on 2 nodes of 8 GPUs. Export knows pipeline parallelism only.
+#   mlmsub submit export moonshotai/Kimi-K2-Instruct --nodes 2 --env-setup conf/moonshotai/kimi_k2_instruct_export.sh
+# The draft alone (--export-extra-modules in MLM_EXTRA_ARGS) is read by one process, whatever PP is. As Megatron-LM's example:
 #   mlmsub submit script --nodes 2 --env-setup conf/moonshotai/kimi_k2_instruct_export.sh -- export.sh moonshotai/Kimi-K2-Instruct
 HF_MODEL_CKPT=/workspace/scratch/moonshotai/Kimi-K2-Instruct
 MLM_MODEL_CKPT=/workspace/scratch/megatron_workspace/moonshotai/Kimi-K2-Instruct-Eagle3

@@ -8,7 +8,8 @@ from mlmsub.app.sources import Sources
 from mlmsub.core import paths
 from mlmsub.core.errors import UsageError
 from mlmsub.core.issues import warning
-from mlmsub.core.values import Image, Mount
+from mlmsub.core.values import Mount
+from mlmsub.core.values import image as parsed_image
 
 DEFAULT_IMAGE = "nvidia-modelopt-megatron:latest"  # the reference's
 
@@ -55,7 +56,7 @@ def image(sources: Sources) -> str:
             warning("image-default", "CONTAINER_IMAGE", f"not set; using {text}", "set the profile's `image`")
         )
     try:
-        return Image.parse(text, base="" if sources.profile.host else str(sources.user.cwd)).render()
+        return parsed_image(text, base="" if sources.profile.host else str(sources.user.cwd))
     except ValueError as error:
         raise UsageError(f"CONTAINER_IMAGE: {error}") from None
 

@@ -19,7 +19,7 @@ def examine(user: User, named: NamedProfile, transport: Transport) -> list[Findi
     profile = named.profile
     if profile.scheduler == "local":
         raise UsageError("the profile local has no cluster", fix="name another one by --profile")
-    sources = Sources(user, named, Request(stage="", args=()))
+    sources = Sources(user, named, Request())
     script = jobs.script(
         "doctor",
         slurm_bin=profile.slurm_bin,

@@ -25,14 +25,17 @@ def fetch(run: Record, patterns: list[str], target: Path, transport: Transport, 
     found: list[Path] = []
     for folder, wanted in _by_folder(run, patterns).items():
         with tempfile.TemporaryFile() as archive:
-            total, received = -1, 0
+            head, total, received = b"", -1, 0
 
             def write(data: bytes) -> None:
-                nonlocal total, received
+                nonlocal head, total, received
                 if total < 0:
-                    size, _, data = data.partition(b"\n")
-                    total = int(size)
-                received += archive.write(data)  # called within the loop's turn
+                    head += data  # called within the loop's turn, as are these
+                    size, newline, data = head.partition(b"\n")
+                    if not newline:
+                        return
+                    total = int(size or 0)
+                received += archive.write(data)
                 progress(min(received, total), total)
 
             left_out: list[bytes] = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import PurePath
+from typing import TypedDict
 
 from mlmsub.app.sources import Sources
 from mlmsub.core import paths, script, stages
 from mlmsub.core.errors import UsageError
+from mlmsub.core.issues import warning
 from mlmsub.core.quoting import sbatch_value
-from mlmsub.core.spec import Parent
-from mlmsub.core.values import MemorySize, TimeLimit
+from mlmsub.core.values import MemorySize, TimeLimit, number
 
 # option -> (the variable by which sbatch would let the environment override a script's line, the profile's key)
 _PLACEMENT = {
@@ -26,11 +27,20 @@ _PLACEMENT = {
 }
 
 
+class Bounds(TypedDict):
+    """Fields of RunSpec."""
+
+    script_signal: str
+    chain: int
+    max_restarts: int
+    max_total_time: int
+
+
 def nodes(sources: Sources) -> int:
     text = sources.pick("nodes", (sources.request.nodes, "--nodes"), ("1", "default"))
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--nodes must be a number from 1 on, not {text!r}")
-    return int(text)
+    if not (number := _number("--nodes", text, "nodes")):
+        raise UsageError("--nodes must be 1 or more")
+    return number
 
 
 def job_name(sources: Sources, stage: str, args: tuple[str, ...], model: str) -> str:
@@ -45,9 +55,7 @@ def job_name(sources: Sources, stage: str, args: tuple[str, ...], model: str) ->
     return paths.job_name(name)
 
 
-def sbatch(
-    sources: Sources, *, job_name: str, nodes: int, tasks_per_node: int, parents: tuple[Parent, ...]
-) -> dict[str, str]:
+def sbatch(sources: Sources, *, job_name: str, nodes: int, tasks_per_node: int) -> dict[str, str]:
     """The managed options in the order of the script's lines; "" makes a bare flag."""
     profile, request = sources.profile, sources.request
     options = {"job-name": job_name}
@@ -74,12 +82,55 @@ def sbatch(
     options |= {"exclusive": ""} if profile.exclusive else {}
     options["mem"] = MemorySize.parse(profile.mem).render()
     options |= {"overcommit": ""} if profile.overcommit else {}
-    if parents:
-        options["dependency"] = "afterok:" + ":".join(parent.job_id for parent in parents)
-        options["kill-on-invalid-dep"] = "yes"
+    options |= _restarts(sources, TimeLimit.parse(options["time"]).seconds)
     for option, value in options.items():
         _expressible(f"--{option}", value)
     return options
+
+
+def _restarts(sources: Sources, limit: int) -> dict[str, str]:
+    """Who is told of the time limit, and when; and whether Slurm may start the job again. `limit` is in seconds."""
+    profile, stage = sources.profile, sources.request.stage
+    before = sources.pick(
+        "signal",
+        (sources.request.stop_before, "--stop-before"),
+        (str(profile.stop_before or ""), f"profile {sources.named.name}"),
+    )
+    before = before and str(_number("--stop-before", before, "seconds"))
+    stops = any(part in script.STOPS for part in stage.split(stages.AND))
+    stops = stops or (stage == stages.SCRIPT and bool(before or profile.script_signal))
+    if stops and not before and limit < 2 * script.STOP_BEFORE:
+        message = f"a time limit of {limit} s leaves no time to save before it; what the last save has not is lost"
+        sources.issues.append(warning("stop-before", "time", message, "set a longer --time, or --stop-before SECONDS"))
+        stops = False
+    requeue = sources.pick(
+        "requeue",
+        (sources.request.requeue, "--requeue, --no-requeue"),
+        sources.from_profile("requeue"),
+        ("false" if stage == stages.SCRIPT else "true", "default"),
+    )
+    signal = {"signal": f"B:USR1@{before or script.STOP_BEFORE}"} if stops else {}
+    return signal | {"requeue" if requeue == "true" else "no-requeue": ""}
+
+
+def _number(flag: str, text: str, unit: str) -> int:
+    if (said := number(text)) is None:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise UsageError(f"{flag} must be a number of {unit}, not {shown!r}")
+    return said
+
+
+def _chain(sources: Sources) -> int:
+    """How many jobs follow the first one."""
+    jobs = _number("--chain", sources.request.chain or "0", "jobs")
+    if jobs > (max_restarts := sources.profile.max_restarts):
+        raise UsageError(
+            f"--chain {jobs}: after {max_restarts} restarts a run is not started again (max_restarts)",
+            fix=f"--chain {max_restarts}, or set the profile's `max_restarts`",
+        )
+    if jobs and sources.profile.scheduler == "local":
+        raise UsageError("--chain needs Slurm: a local run has no time limit, and nothing preempts it")
+    return jobs
 
 
 def sbatch_args(sources: Sources) -> tuple[str, ...]:
@@ -103,6 +154,17 @@ def srun(sources: Sources) -> dict[str, str]:
     if profile.cpus_per_task:
         options["cpus-per-task"] = str(profile.cpus_per_task)  # Slurm from 22.05 on does not take it over from sbatch
     return {name: value for name, value in options.items() if value}
+
+
+def bounds(sources: Sources) -> Bounds:
+    """How often, how long and by how many jobs a run may go on, and the signal that a script wants before its limit."""
+    profile = sources.profile
+    return {
+        "script_signal": profile.script_signal if sources.request.stage == stages.SCRIPT else "",
+        "chain": _chain(sources),
+        "max_restarts": profile.max_restarts,
+        "max_total_time": TimeLimit.parse(profile.max_total_time).seconds if profile.max_total_time else 0,
+    }
 
 
 def _expressible(name: str, value: str) -> None:

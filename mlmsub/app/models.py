@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from mlmsub.app import resources
@@ -25,9 +26,14 @@ class Found:
     path: Path
 
 
+def is_file(name: str) -> bool:
+    """Whether a model is asked for by a conf's path."""
+    return name.endswith((".yaml", ".yml", ".sh"))
+
+
 def find(name: str, cwd: Path) -> Found:
     """The conf of a catalogue name, of an alias, or of a path that ends in .yaml, .yml or .sh."""
-    if name.endswith((".yaml", ".yml", ".sh")):
+    if is_file(name):
         return read(cwd / name)
     known = resources.conf_names()
     exact = next((k for k in known if k.lower() == name.lower()), None)
@@ -36,12 +42,17 @@ def find(name: str, cwd: Path) -> Found:
         if name.lower() in aliases:
             return aliases[name.lower()]
         raise modelconf.unknown(name, known, str(resources.root() / "conf"))
-    return read(resources.root() / "conf" / f"{exact}.yaml")
+    return _shipped(exact)
+
+
+@cache
+def _shipped(name: str) -> Found:
+    return read(resources.root() / "conf" / f"{name}.yaml")
 
 
 def catalogue() -> list[Found]:
     """Every conf that comes with mlmsub."""
-    return [read(resources.root() / "conf" / f"{name}.yaml") for name in resources.conf_names()]
+    return [_shipped(name) for name in resources.conf_names()]
 
 
 def read(path: Path) -> Found:
@@ -77,7 +88,8 @@ def conf_of(stage: stages.Stage, args: tuple[str, ...], cwd: Path) -> tuple[Foun
     usage = " ".join(("mlmsub submit", stage.name, "MODEL", *(f"[{name}]" for name in stage.extra)))
     if not args:
         raise UsageError(f"{stage.name} needs a model", fix=usage)
-    if len(args) > 1 + len(stage.extra):
-        raise UsageError(f"{stage.name}: unexpected argument {args[1 + len(stage.extra)]!r}", fix=usage)
+    count = next((index for index, word in enumerate(args) if word.startswith("-")), len(args)) - 1
+    if stage.words is not None and count > stage.words:
+        raise UsageError(f"{stage.name}: unexpected argument {args[1 + stage.words]!r}", fix=usage)
     found = find(args[0], cwd)
     return found, (found.model, *args[1:]), found.model

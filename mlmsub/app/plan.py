@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 
 from mlmsub.app.resolve import Resolved, public_values
-from mlmsub.core import checks, rules, suggest
+from mlmsub.core import checks, composition, rules, suggest
 from mlmsub.core.architecture import NAMES
 from mlmsub.core.facts import Facts
 from mlmsub.core.issues import Issue
@@ -18,7 +18,10 @@ from mlmsub.core.suggest import Suggestion
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved run and what follows from it; `facts` is None where the layout cannot be read."""
+    """A resolved run and what follows from it; `facts` is None where the layout cannot be read.
+
+    Of several stages, `facts` are those of the one that needs most of a GPU's memory.
+    """
 
     resolved: Resolved
     facts: Facts | None
@@ -29,6 +32,12 @@ class Plan:
         """All issues; with suggestions, those that no other layout would mend."""
         found = self.resolved.issues
         return [issue for issue in found if not self.suggestions or issue.code not in rules.LAYOUT_CODES]
+
+    @property
+    def parts(self) -> list[composition.Part]:
+        """The stages of a run that has several."""
+        found = composition.parts(self.resolved.spec, self.resolved.values)
+        return found if len(found) > 1 else []
 
     @property
     def failed(self) -> bool:
@@ -49,15 +58,16 @@ def make(resolved: Resolved, *, with_suggestions: bool = False, free_nodes: bool
     """The plan of a submission; with suggestions for its nodes, or for any number of them."""
     spec, profile = resolved.spec, resolved.profile.profile
     try:
-        facts = checks.facts(spec, resolved.reading, resolved.values, profile)
+        every = checks.facts(spec, resolved.reading, resolved.values, profile)
     except ValueError:
         return Plan(resolved, None, () if with_suggestions else None)
+    facts = max(every, key=lambda one: max((stage.total for stage in one.memory), default=0.0))
     if not with_suggestions:
         return Plan(resolved, facts)
     most = profile.max_nodes or max(suggest.FREE_NODES)
     nodes = [count for count in suggest.FREE_NODES if count <= most] if free_nodes else [spec.nodes]
     hopeless = any(issue.code == "stage-unsupported" for issue in resolved.issues)
-    return Plan(resolved, facts, () if hopeless else tuple(suggest.suggest(facts, nodes)))
+    return Plan(resolved, facts, () if hopeless else tuple(suggest.suggest(facts, nodes, every)))
 
 
 def stretches(facts: Facts) -> list[Stretch]:
@@ -86,18 +96,27 @@ def layer_kinds(facts: Facts) -> str:
     return ", ".join(f"{letters.count(letter)} {NAMES[letter]}" for letter in dict.fromkeys(letters))
 
 
+def remote_code(facts: Facts) -> str:
+    """Who allows the checkpoint's own Python code to run: the user, the model conf, or nobody ("")."""
+    if "trust-remote-code" in facts.user_args:
+        return "MLM_EXTRA_ARGS"
+    return "model conf" if facts.conf and facts.conf.trust_remote_code else ""
+
+
 def data(plan: Plan) -> dict[str, object]:
     """The plan as plain data."""
     resolved, facts = plan.resolved, plan.facts
     spec = resolved.spec
     found: dict[str, object] = {
-        "stage": spec.stage, "model": spec.model, "profile": resolved.profile.name, "nodes": spec.nodes,
+        "stage": spec.stage, "stages": [
+            {"stage": part.stage.name, "from": part.source, "to": part.target} for part in plan.parts
+        ], "model": spec.model, "profile": resolved.profile.name, "nodes": spec.nodes,
         "gpus_per_node": spec.gpus_per_node, "image": spec.image, "mounts": list(spec.mounts), "sbatch": spec.sbatch,
         "values": {name: {"value": value, "origin": origin} for name, value, origin in public_values(resolved)},
         "issues": [asdict(issue) for issue in resolved.issues], "allow": list(spec.allow),
     }  # fmt: skip
     if facts:
-        found |= _layout(facts)
+        found |= {"trust_remote_code": remote_code(facts) or None} | _layout(facts)
     if plan.suggestions is not None:
         found["suggestions"] = [
             {

@@ -34,12 +34,17 @@ class Record:
     stamp: str
     content_hash: str
     job_id: str = ""
+    links: tuple[str, ...] = ()  # of a chain, the jobs that follow this one
     slurm_bin: str = ""
     prelude: str = ""
     cluster: str = ""
     outputs: dict[str, str] = field(default_factory=dict)  # as the job sees them
     layout: dict[str, str] = field(default_factory=dict)  # TP, PP, EP, ETP, and how the optimizer's state was saved
     outputs_at: dict[str, str] = field(default_factory=dict)  # the same on the cluster
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        return (self.job_id, *self.links) if self.job_id else ()
 
     @property
     def place(self) -> Place:
@@ -50,12 +55,13 @@ class Record:
 def shared(record: Record) -> bytes:
     """What goes into the run directory, so that another machine can find the run: all but this machine's own view."""
     data = asdict(record)
-    for name in (*_OWN_VIEW, "job_id"):
+    for name in (*_OWN_VIEW, *_JOBS):
         del data[name]
     return json.dumps(data, indent=1).encode() + b"\n"
 
 
 _OWN_VIEW = ("profile", "host", "transport", "ssh_config")  # this machine's, not the run's
+_JOBS = ("job_id", "links")  # not known yet
 
 
 class Records:
@@ -65,11 +71,14 @@ class Records:
         self.folder = folder
 
     def save(self, record: Record) -> None:
-        path = self.folder / f"{record.run_id}.json"
+        self.write(self.folder / f"{record.run_id}.json", asdict(record))
+
+    def write(self, path: Path, data: dict[str, Any]) -> None:
+        """Put a JSON file in its place, whole or not at all."""
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part.write_text(json.dumps(asdict(record), indent=1) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_text(json.dumps(data, indent=1) + "\n")
             part.replace(path)
         except OSError as error:
             raise self._not_writable(error) from None
@@ -77,14 +86,15 @@ class Records:
     def holds(self, record: Record) -> bool:
         return (self.folder / f"{record.run_id}.json").exists()
 
-    def submitted(self, record: Record, job_id: str) -> Record:
-        done = replace(record, job_id=job_id)
+    def submitted(self, record: Record, job_id: str, *links: str) -> Record:
+        done = replace(record, job_id=job_id, links=links)
         self.save(done)
         return done
 
-    def adopt(self, data: dict[str, Any], place: Place, profile: str, job_id: str) -> Record:
+    def adopt(self, data: dict[str, Any], place: Place, profile: str, job_id: str, *links: str) -> Record:
         """A run that another machine submitted, from what it left in the run directory."""
-        record = _record(data | dict(zip(_OWN_VIEW, (profile, *astuple(place)), strict=True)) | {"job_id": job_id})
+        view = dict(zip(_OWN_VIEW, (profile, *astuple(place)), strict=True))
+        record = _record(data | view | {"job_id": job_id, "links": links})
         self.save(record)
         return record
 
@@ -114,33 +124,31 @@ class Records:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (self.folder / f".{content_hash[:16]}.lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             raise self._not_writable(error) from None
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _not_writable(self, error: OSError) -> UsageError:
         return UsageError(f"cannot write to {self.folder}: {error.strerror}", fix="set XDG_STATE_HOME elsewhere")
 
-    def twin(self, content_hash: str, profile: str) -> Record | None:
-        """The last run of the same content that was submitted."""
-        return next(
-            (r for r in self.all() if r.job_id and r.content_hash == content_hash and r.profile == profile), None
-        )
+    def twins(self, content_hash: str, profile: str) -> tuple[Record, ...]:
+        """The last runs of the same content that were submitted, newest first."""
+        return tuple(r for r in self.all() if r.job_id and (r.content_hash, r.profile) == (content_hash, profile))[:10]
 
     def writer_of(self, path: str, profile: str) -> Record | None:
         """The last run that was to write this checkpoint."""
         return next((r for r in self.all() if path in r.outputs.values() and r.profile == profile), None)
 
     def find(self, word: str) -> Record:
-        """The run with this id, beginning of an id, or job id; `last` is the newest. UsageError otherwise."""
+        """The run with this id, beginning of an id, or id of one of its jobs; `last` is the newest. Else UsageError."""
         records = self.all()
         if word == "last":
             if not records:
                 raise UsageError("no runs yet", fix="`mlmsub submit` makes one")
             return records[0]
-        exact = [r for r in records if r.run_id == word or r.job_id == word]
+        exact = [r for r in records if word in (r.run_id, *r.jobs)]
         found = exact or [r for r in records if r.run_id.startswith(word)]
         if len(found) == 1:
             return found[0]
@@ -149,8 +157,23 @@ class Records:
         raise UsageError(f"there is no run {word!r}", fix="see `mlmsub list`")
 
 
+class Snapshot(Records):
+    """The records as they are now, read once, with runs that are only planned before them."""
+
+    def __init__(self, records: Records) -> None:
+        super().__init__(records.folder)
+        self._all = records.all()
+
+    def all(self) -> list[Record]:
+        return self._all
+
+    def add(self, record: Record) -> None:
+        self._all.insert(0, record)
+
+
 def _record(data: dict[str, Any]) -> Record:
     known = {f.name for f in fields(Record)}
+    data = data | {"links": tuple(data.get("links", ()))}
     return Record(
         **{"transport": "auto", "ssh_config": ""} | {key: value for key, value in data.items() if key in known}
     )

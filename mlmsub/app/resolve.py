@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from mlmsub.app import container, envfile, joboptions, models, resources
 from mlmsub.app.config import NamedProfile, User, load_profile, read_yaml
 from mlmsub.app.records import Record, Records
 from mlmsub.app.sources import Request, Sources
-from mlmsub.core import checks, paths, stages
+from mlmsub.core import checks, composition, confcheck, paths, stages
 from mlmsub.core.bundle import REDACTED, secret_texts
 from mlmsub.core.envsetup import Reading
 from mlmsub.core.errors import UsageError
@@ -21,6 +21,7 @@ from mlmsub.core.spec import ON_CLUSTER, EnvSetup, Parent, RunSpec
 
 _NOT_TO_SET = dict.fromkeys(("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"), "bash does not let it be set")
 _NOT_TO_SET["SANDBOX_ENV_SETUP"] = "use --env-setup"
+ReadSetup = Callable[..., envfile.ReadSetup]  # envfile.read, which takes most of the time
 DEFAULT_SETUP = "env_setup_template.sh"  # the reference's, in the working directory
 
 
@@ -53,15 +54,20 @@ class _Values:
 
 def resolve(user: User, records: Records, request: Request) -> Resolved:
     """Raises UsageError for what cannot be understood; what cannot work comes back as issues."""
-    stage = stages.find(request.stage)
     sources = Sources(user, _profile(user, request), request)
-    profile = sources.profile
-    conf, args, model = models.conf_of(stage, request.args, user.cwd)
-    parents = _parents(records, sources)
+    return resolve_from(sources, records, _parents(records, sources))
 
+
+def resolve_from(
+    sources: Sources, records: Records, parents: Sequence[Record], read_setup: ReadSetup = envfile.read
+) -> Resolved:
+    """The same from sources, with the runs to wait for; these need not be submitted yet."""
+    user, request, profile = sources.user, sources.request, sources.profile
+    stage = stages.find(request.stage)
+    conf, args, model = _conf(sources, stage)
     scratch = container.scratch(sources)
     image = container.image(sources)
-    layers = _values(sources)
+    layers = _values(sources, read_setup)
     launch_script, launcher = _launch_script(sources, layers)
     defaults = _defaults(stage, model, layers.said, paths.SCRATCH if image else scratch, parents)
     defaults["LAUNCH_SCRIPT"] = launch_script
@@ -71,7 +77,6 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
     nodes = joboptions.nodes(sources)
     tasks_per_node = 1 if launcher == "torchrun" else profile.gpus_per_node
     job_name = joboptions.job_name(sources, stage.name, args, model)
-    links = tuple(Parent(parent.run_id, parent.job_id, parent.run_dir) for parent in parents)
     spec = RunSpec(
         stage=stage.name,
         args=args,
@@ -83,7 +88,7 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         tasks_per_node=tasks_per_node,
         launcher=launcher,
         launch_script=launch_script,
-        sbatch=joboptions.sbatch(sources, job_name=job_name, nodes=nodes, tasks_per_node=tasks_per_node, parents=links),
+        sbatch=joboptions.sbatch(sources, job_name=job_name, nodes=nodes, tasks_per_node=tasks_per_node),
         sbatch_args=joboptions.sbatch_args(sources),
         srun=joboptions.srun(sources),
         srun_args=profile.srun_args,
@@ -97,19 +102,29 @@ def resolve(user: User, records: Records, request: Request) -> Resolved:
         defaults=defaults,
         conf_name=conf.file_name if conf else "",
         conf=conf.text if conf else "",
-        outputs=(stage.writes,) if stage.writes else (),
+        outputs=composition.outputs(stage.name, layers.said),
         install=request.install,
         runs_root=container.runs_root(sources),
         slurm_bin=profile.slurm_bin,
         pass_env=profile.pass_env,
         secret_names=profile.secret_names,
-        parents=links,
+        parents=tuple(Parent(parent.run_id, parent.run_dir) for parent in parents),
+        **joboptions.bounds(sources),
         allow=request.allow,
         origins=sources.origins,
     )
     secrets = {name: value for name in profile.secret_names if (value := values.get(name) or user.get(name))}
     earlier = _earlier(records, values, sources.named)
     return _checked(spec, sources.named, layers, values, secrets, sources.issues, earlier)
+
+
+def _conf(sources: Sources, stage: stages.Stage) -> tuple[models.Found | None, tuple[str, ...], str]:
+    """(conf, arguments for the job, model), with what the name that was given says otherwise than the conf."""
+    words = sources.request.args
+    conf, args, model = models.conf_of(stage, words, sources.user.cwd)
+    if conf and conf.conf and stage.name != stages.SCRIPT:
+        sources.issues += confcheck.of_name(words[0], conf.conf, is_file=models.is_file(words[0]))
+    return conf, args, model
 
 
 def reload(user: User, path: Path, profile: str) -> Resolved:
@@ -127,12 +142,15 @@ def reload(user: User, path: Path, profile: str) -> Resolved:
 def public_values(resolved: Resolved) -> list[tuple[str, str, str]]:
     """(variable, value, where it comes from) as the job gets them, without what is secret by name or by content."""
     spec, secrets = resolved.spec, resolved.secrets
-    layers = ((spec.overrides, "--set"), (spec.defaults, "default"), (spec.profile_env, "profile"))
+    reading = resolved.reading
+    read = {name: reading.text(name) for name in (*reading.values, *reading.arrays)}
+    layers = ((spec.overrides, "--set"), (read, "env setup"), (spec.profile_env, "profile"))
 
     def origin(name: str) -> str:
         if name not in resolved.values:
             return "environment, secret"
-        found = next((where for layer, where in layers if layer.get(name) == resolved.values[name]), "env setup")
+        value, found = next(((layer[name], where) for layer, where in layers if name in layer), ("", ""))
+        found = found if value else "default"
         return found if found in ("--set", "env setup") else spec.origins.get(name, found)
 
     def shown(name: str, value: str) -> str:
@@ -161,7 +179,7 @@ def _earlier(records: Records, values: Mapping[str, str], named: NamedProfile) -
     """The layout of the training run whose checkpoint is loaded, or is there already where this run saves."""
     for name in ("MLM_MODEL_CKPT", "MLM_MODEL_SAVE"):
         record = records.writer_of(values[name], named.name) if values.get(name) else None
-        if record and record.stage in stages.TRAINING:
+        if record and stages.trains(record.stage):
             return record.layout
     return {}
 
@@ -191,18 +209,18 @@ def _parents(records: Records, sources: Sources) -> list[Record]:
     return found
 
 
-def _values(sources: Sources) -> _Values:
+def _values(sources: Sources, read_setup: ReadSetup) -> _Values:
     profile_env = dict(sources.profile.env)
     checkpoint, origin = sources.from_environment("HF_MODEL_CKPT")
     if checkpoint and "HF_MODEL_CKPT" not in profile_env:  # the one value that the reference's --export passes
         profile_env["HF_MODEL_CKPT"] = checkpoint
         sources.origins["HF_MODEL_CKPT"] = origin
     secrets = {name: value for name in sources.profile.secret_names if (value := sources.user.get(name))}
-    setup = _setup(sources, {**profile_env, **secrets})
+    setup = _setup(sources, {**profile_env, **secrets}, read_setup)
     return _Values(profile_env, setup, _overrides(sources.request.overrides))
 
 
-def _setup(sources: Sources, given: dict[str, str]) -> envfile.ReadSetup:
+def _setup(sources: Sources, given: dict[str, str], read_setup: ReadSetup) -> envfile.ReadSetup:
     text = sources.pick(
         "SANDBOX_ENV_SETUP",
         (sources.request.env_setup, "--env-setup"),
@@ -224,7 +242,7 @@ def _setup(sources: Sources, given: dict[str, str]) -> envfile.ReadSetup:
             return envfile.ReadSetup(EnvSetup(), Reading(complete=True))
         sources.origins["SANDBOX_ENV_SETUP"] = "default"
         sources.issues.append(warning("env-setup-default", "SANDBOX_ENV_SETUP", f"not set; using ./{DEFAULT_SETUP}"))
-    return envfile.read(path, given, static=sources.request.static)
+    return read_setup(path, given, static=sources.request.static)
 
 
 def _overrides(texts: Iterable[str]) -> dict[str, str]:
@@ -245,7 +263,8 @@ def _launch_script(sources: Sources, layers: _Values) -> tuple[str, Literal["pyt
     text = sources.pick(
         "LAUNCH_SCRIPT",
         (layers.overrides.get("LAUNCH_SCRIPT", ""), "--set"),
-        (layers.said.get("LAUNCH_SCRIPT", ""), "env setup"),
+        (layers.setup.reading.text("LAUNCH_SCRIPT"), "env setup"),
+        (layers.profile_env.get("LAUNCH_SCRIPT", ""), f"profile {sources.named.name}"),
         sources.from_profile("launch_script"),
         sources.from_environment("LAUNCH_SCRIPT"),
         ("python", "default"),
@@ -256,7 +275,7 @@ def _launch_script(sources: Sources, layers: _Values) -> tuple[str, Literal["pyt
 
 
 def _defaults(
-    stage: stages.Stage, model: str, said: dict[str, str], scratch: str, parents: list[Record]
+    stage: stages.Stage, model: str, said: dict[str, str], scratch: str, parents: Sequence[Record]
 ) -> dict[str, str]:
     """What the job sets where nothing else did; `scratch` is USER_FSW as the job sees it."""
     found = {"HF_HOME": f"{scratch}/.cache/huggingface"}
@@ -267,6 +286,7 @@ def _defaults(
     for parent in parents:
         if "MLM_MODEL_SAVE" in parent.outputs:
             found["MLM_MODEL_CKPT"] = parent.outputs["MLM_MODEL_SAVE"]
-    if stage.writes:
-        found[stage.writes] = f"{work}/{model}{stage.suffix}"
+    made = {part.writes: part for part in stages.parts(stage.name)}
+    for variable in composition.outputs(stage.name, said):
+        found[variable] = f"{work}/{model}{made[variable].suffix}"
     return found

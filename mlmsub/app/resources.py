@@ -1,4 +1,4 @@
-"""mlmsub's own files: the data folders conf/, slurm/, container/, and the runtime's code for the bundle."""
+"""mlmsub's own files: the data folders conf/, slurm/, container/, workflows/, and the runtime's code for the bundle."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# what of mlmsub the runtime needs beside itself: its one import from core
-_WITH_RUNTIME = ("__init__.py", "core/__init__.py", "core/layout.py")
-_RUNTIME_FILES = (".py", ".txt")
+_RUNTIME_FILES = (".py", ".txt", ".jsonl")
 
 
 @cache
 def root() -> Path:
-    """The folder that holds conf/, slurm/ and container/: beside the package in a checkout, inside it in a wheel."""
+    """The folder that holds these: beside the package in a checkout, inside it in a wheel."""
     packed = _PACKAGE / "data"
     return packed if packed.is_dir() else _PACKAGE.parent
 
@@ -25,16 +23,18 @@ def for_bundle() -> Mapping[str, bytes]:
     found = [
         root() / "container/entrypoint.sh",
         root() / "slurm/job.sbatch.j2",
+        root() / "slurm/attempts.sh",
         *(root() / "slurm/local").iterdir(),
     ]
     files = {str(path.relative_to(root())): path.read_bytes() for path in found}
     code = [path for path in (_PACKAGE / "runtime").rglob("*") if path.suffix in _RUNTIME_FILES]
-    code += [path for name in _WITH_RUNTIME if (path := _PACKAGE / name).is_file()]
+    code.append(_PACKAGE / "__init__.py")
     files |= {f"mlmsub/{path.relative_to(_PACKAGE)}": path.read_bytes() for path in code}
     return files
 
 
-def conf_names() -> list[str]:
+@cache
+def conf_names() -> tuple[str, ...]:
     """The models of the catalogue, `org/model`."""
     folder = root() / "conf"
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.glob("*/*.yaml"))
+    return tuple(sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.glob("*/*.yaml")))

@@ -27,8 +27,7 @@ def status(
 
     A cluster that is not reached raises TransportError; with `failures` its runs are unknown, and the error is there.
 
-    Where another job than the record's has claimed a run (an sbatch that arrived late), the record is put right and
-    that job is asked for.
+    Where another job than the record's does a run (an sbatch that arrived late), the record is put right.
     """
     found: dict[str, JobState] = {}
     for group in _by_cluster(runs):
@@ -48,13 +47,10 @@ def _status_of(group: list[Record], records: Records, connect: Connect) -> dict[
     group = [run for run in finish(group, records, connect) if run.job_id]
     if group:
         states = _ask(group, connect)
-        for index, run in enumerate(group):
-            claimed_by = states[run.job_id].claimed_by
-            if claimed_by and claimed_by != run.job_id:
-                group[index] = records.submitted(run, claimed_by)
-        if any(run.job_id not in states for run in group):
-            states |= _ask([run for run in group if run.job_id not in states], connect)
         found |= {run.run_id: states[run.job_id] for run in group}
+        for run in group:
+            if (job := states[run.job_id].job) and not run.links:
+                records.submitted(run, job)
     return found
 
 
@@ -64,8 +60,8 @@ def finish(runs: Sequence[Record], records: Records, connect: Connect) -> list[R
     for group in _by_cluster(run for run in runs if not run.job_id):
         script = jobs.script("find", **_slurm(group[0]), runs=jobs.run_lines([("-", run.run_dir) for run in group]))
         answer = connect(group[0]).run(script).stdout.decode(errors="replace")
-        known = {place: job for job, _, place in (line.partition("|") for line in answer.splitlines())}
-        found |= {run.run_id: records.submitted(run, job) for run in group if (job := known.get(run.run_dir, ""))}
+        known = {place: ids.split() for ids, _, place in (line.partition("|") for line in answer.splitlines())}
+        found |= {run.run_id: records.submitted(run, *ids) for run in group if (ids := known.get(run.run_dir, []))}
     return [found[run.run_id] for run in runs]
 
 
@@ -90,36 +86,35 @@ def settled(run: Record, records: Records, connect: Connect, timeout: float = 30
 
 def discover(user: User, named: NamedProfile, records: Records, transport: Transport, limit: int) -> list[Record]:
     """The newest runs in a profile's runs_root, also those that another machine submitted; these get a record here."""
-    root = container.runs_root(Sources(user, named, Request(stage="", args=())))
+    root = container.runs_root(Sources(user, named, Request()))
     answer = transport.run(jobs.script("list", runs_root=root, limit=str(limit))).stdout.decode(errors="replace")
     known = {record.run_id: record for record in records.all()}
     found = []
     for line in reversed(answer.splitlines()):  # the newest last, as if submitted here
-        job_id, _, text = line.partition("|")
+        ids, _, text = line.partition("|")
         try:
             data = json.loads(text)
-            record = known.get(data["run_id"]) or records.adopt(data, named.place, named.name, job_id)
+            record = known.get(data["run_id"]) or records.adopt(data, named.place, named.name, *ids.split())
         except (ValueError, TypeError, KeyError):
             continue  # another version's, or not whole
         found.append(record)
     return found[::-1]
 
 
-def cancel(runs: Sequence[Record], records: Records, connect: Connect) -> list[Record]:
-    """Cancel the runs, remove their secrets, and return those that had ended already.
+def cancel(runs: Sequence[Record], records: Records, connect: Connect) -> set[str]:
+    """Cancel the runs, remove their secrets, and return the ids of those that had ended already.
 
     Raises SchedulerRefused with what scancel said.
     """
-    ended = []
+    ended: set[str] = set()
     for group in _by_cluster(finish(runs, records, connect)):
-        script = jobs.script(
-            "cancel",
-            **_slurm(group[0]),
-            runs=jobs.run_lines([(run.job_id or "none", run.run_dir) for run in group]),
-        )
+        keys = {run.job_id or f"none{index}": run for index, run in enumerate(group)}
+        lines = jobs.run_lines([(key, run.run_dir) for key, run in keys.items()])
+        script = jobs.script("cancel", **_slurm(group[0]), runs=lines)
         answer = connect(group[0]).run(script).stdout.decode(errors="replace")
-        said = {job: text for job, _, text in (line.partition("|") for line in answer.splitlines())}
-        ended += [run for run in group if said.get(run.job_id or "none") == "ended"]
+        said = {key: text for key, _, text in (line.partition("|") for line in answer.splitlines())}
+        ended |= {run.run_id for key, run in keys.items() if said.get(key) == "ended"}
+        finish(group, records, connect)  # a submission that was cut off is over with it
         if refused := {job: text for job, text in said.items() if text not in ("", "ended")}:
             raise SchedulerRefused("; ".join(f"job {j}: {text}" for j, text in refused.items()), command="scancel")
     return ended

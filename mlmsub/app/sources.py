@@ -15,8 +15,8 @@ Candidate = tuple[str, str]  # value, origin
 class Request:
     """What the command line said; empty means: not said."""
 
-    stage: str
-    args: tuple[str, ...]
+    stage: str = ""
+    args: tuple[str, ...] = ()
     profile: str = ""
     env_setup: str = ""
     overrides: tuple[str, ...] = ()
@@ -27,6 +27,9 @@ class Request:
     job_name: str = ""
     after: tuple[str, ...] = ()
     sbatch_args: tuple[str, ...] = ()
+    requeue: str = ""  # true or false
+    stop_before: str = ""
+    chain: str = ""
     install: str = ""
     static: bool = False
     gpu: str = ""  # a kind of GPU in place of the profile's, to plan for

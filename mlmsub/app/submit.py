@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -28,7 +28,7 @@ class Prepared:
     record: Record
     bundle: bundle.Bundle
     resolved: Resolved
-    twin: Record | None = None  # a run of the same content, which is the answer while it is queued or at work
+    twins: tuple[Record, ...] = ()  # runs of the same content; one that is queued or at work is the answer
 
 
 def identity(resolved: Resolved) -> str:
@@ -46,36 +46,50 @@ def prepare(resolved: Resolved, records: Records, *, new: bool = False) -> Prepa
     own = resources.for_bundle()
     content_hash = bundle.content_hash(spec, own)
     record = None if new else records.unfinished(content_hash, named.name)
-    twin = None if new or record else records.twin(content_hash, named.name)
+    twins = () if new else records.twins(content_hash, named.name)
     if record is None:
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-        run = paths.RunPaths(spec.runs_root, paths.run_id(stamp, spec.stage, secrets.token_hex(3)))
-        record = Record(
-            run_id=run.run_id,
-            profile=named.name,
-            scheduler=spec.scheduler,
-            host=named.profile.host,
-            transport=named.profile.transport,
-            ssh_config=named.profile.ssh_config,
-            runs_root=spec.runs_root,
-            run_dir=run.dir,
-            stage=spec.stage,
-            model=spec.model,
-            job_name=spec.job_name,
-            nodes=spec.nodes,
-            stamp=stamp,
-            content_hash=content_hash,
-            slurm_bin=spec.slurm_bin,
-            prelude=spec.prelude,
-            cluster=spec.sbatch.get("clusters", ""),
-            outputs={name: resolved.values[name] for name in spec.outputs},
-            layout=checks.saved_layout(resolved.values),
-            outputs_at={name: _on_cluster(resolved.values[name], spec) for name in spec.outputs},
-        )
-    run = paths.RunPaths(record.runs_root, record.run_id)
-    return Prepared(
-        record, bundle.build(spec, run, record.stamp, own, resolved.secrets, shared(record)), resolved, twin
+        record = named_run(resolved, content_hash, now(), secrets.token_hex(3))
+    return Prepared(record, build(resolved, record), resolved, twins)
+
+
+def now() -> str:
+    """The UTC time as run ids have it."""
+    return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+
+
+def named_run(resolved: Resolved, content_hash: str, stamp: str, token: str) -> Record:
+    """The record of a run that is not sent yet; `token`, six hex digits, tells runs of one second apart."""
+    spec, named = resolved.spec, resolved.profile
+    run = paths.RunPaths(spec.runs_root, paths.run_id(stamp, spec.stage, token))
+    return Record(
+        run_id=run.run_id,
+        profile=named.name,
+        scheduler=spec.scheduler,
+        host=named.profile.host,
+        transport=named.profile.transport,
+        ssh_config=named.profile.ssh_config,
+        runs_root=spec.runs_root,
+        run_dir=run.dir,
+        stage=spec.stage,
+        model=spec.model,
+        job_name=spec.job_name,
+        nodes=spec.nodes,
+        stamp=stamp,
+        content_hash=content_hash,
+        slurm_bin=spec.slurm_bin,
+        prelude=spec.prelude,
+        cluster=spec.sbatch.get("clusters", ""),
+        outputs={name: resolved.values[name] for name in spec.outputs},
+        layout=checks.saved_layout(resolved.values),
+        outputs_at={name: _on_cluster(resolved.values[name], spec) for name in spec.outputs},
     )
+
+
+def build(resolved: Resolved, record: Record) -> bundle.Bundle:
+    """The contents of the run's directory."""
+    run = paths.RunPaths(record.runs_root, record.run_id)
+    own = resources.for_bundle()
+    return bundle.build(resolved.spec, run, record.stamp, own, resolved.secrets, shared(record))
 
 
 def _on_cluster(path: str, spec: RunSpec) -> str:
@@ -101,36 +115,36 @@ def send(prepared: Prepared, records: Records, connect: Callable[[], Transport])
     record stays, and the same command takes the submission up again.
     """
     record, spec = prepared.record, prepared.resolved.spec
-    archive = _small_enough(prepared.bundle)
+    made = prepared.bundle
+    archive = small_enough(made.tar(), {**made.files, **made.secrets})
     transport = connect()
     taken_up = records.holds(record)
     records.save(record)
     try:
-        script = jobs.script("submit", **_parameters(spec, record, prepared.twin))
+        script = jobs.script("submit", **parameters(spec, record, prepared.twins))
         result = transport.run(script, stdin=gzip.compress(archive, mtime=0))
     except TransportError as error:
         if not taken_up and not isinstance(error, ConnectionLost | CommandTimeout):
             records.forget(record)  # the script never started
         raise
     try:
-        job_id, existed = jobs.parse_submission(
+        ids, existed = jobs.parse_submission(
             *(said.decode(errors="replace") for said in (result.stdout, result.stderr))
         )
     except MlmsubError as refused:
         if not getattr(refused, "may_exist", False):
             records.forget(record)
         raise
-    if prepared.twin and existed and job_id == prepared.twin.job_id:
-        records.forget(record)
-        return prepared.twin, True
-    return records.submitted(record, job_id), existed
+    for twin in prepared.twins if existed else ():
+        if ids[0] == twin.job_id:
+            records.forget(record)
+            return twin, True
+    return records.submitted(record, *ids), existed
 
 
-def _small_enough(made: bundle.Bundle) -> bytes:
+def small_enough(archive: bytes, files: Mapping[str, bytes]) -> bytes:
     """The archive; UsageError naming the largest files where it is no longer a thing to send with every run."""
-    archive = made.tar()
     if len(archive) > SIZE_LIMIT:
-        files = {**made.files, **made.secrets}
         # run.yaml only repeats what the others hold
         sizes = sorted(((len(files[path]), path) for path in files if path != paths.SPEC), reverse=True)
         largest = ", ".join(f"{path} ({size / 2**20:.0f} MiB)" for size, path in sizes[:5])
@@ -141,7 +155,8 @@ def _small_enough(made: bundle.Bundle) -> bytes:
     return archive
 
 
-def _parameters(spec: RunSpec, record: Record, twin: Record | None) -> Mapping[str, str]:
+def parameters(spec: RunSpec, record: Record, twins: Sequence[Record] = ()) -> dict[str, str]:
+    """What slurm/remote/submit.sh is told of a run."""
     return {
         "run_dir": record.run_dir,
         "scheduler": spec.scheduler,
@@ -149,15 +164,15 @@ def _parameters(spec: RunSpec, record: Record, twin: Record | None) -> Mapping[s
         "prelude": spec.prelude,
         "clusters": spec.sbatch.get("clusters", ""),
         "pass_env": " ".join(spec.pass_env),
-        "twin_dir": twin.run_dir if twin else "",
-        "twin_job": twin.job_id if twin else "",
+        "twins": "".join(f"{twin.run_dir}\n" for twin in twins),
         "image": spec.image if spec.image.startswith("/") else "",
         "sources": "".join(f"{mount.split(':')[0]}\n" for mount in spec.mounts),
         "cluster_setup": spec.setup.on_cluster,
         "ntasks": str(spec.ntasks),
         "job_name": spec.job_name,
         "stamp": record.stamp,
-        "parents": "".join(f"{parent.run_dir}\n" for parent in spec.parents),
+        "chain": str(spec.chain),
+        "parents": spec.parent_lines,
         "script": spec.script_file,
         "unpack": "gzip -dc",
     }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 
 def stages(incomplete: str) -> list[str]:
-    from mlmsub.core.stages import STAGES
+    from mlmsub.core.stages import AND, SCRIPT, STAGES
 
-    return [name for name in STAGES if name.startswith(incomplete)]
+    before, joined, last = incomplete.rpartition(AND)
+    names = [name for name in STAGES if not joined or name != SCRIPT]
+    return [f"{before}{joined}{name}" for name in names if name.startswith(last)]
 
 
 def models(incomplete: str) -> list[str]:
@@ -19,6 +21,20 @@ def profiles(incomplete: str) -> list[str]:
     from mlmsub.app import config
 
     return [name for name in config.profile_names(config.User.current()) if name.startswith(incomplete)]
+
+
+def workflows(incomplete: str) -> list[str]:
+    from mlmsub.app import workflow
+
+    return [name for name in workflow.names() if name.startswith(incomplete)]
+
+
+def submitted(incomplete: str) -> list[str]:
+    from mlmsub.app import config, workflow_runs
+    from mlmsub.app.records import Records
+
+    names = workflow_runs.known(Records(config.User.current().records_dir))
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def runs(incomplete: str) -> list[str]:

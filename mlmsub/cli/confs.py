@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print data as JSON.")]
+from mlmsub.cli.options import Json
 
 app = typer.Typer(help="Model confs: which models are known, and how to add one.", no_args_is_help=True)
 

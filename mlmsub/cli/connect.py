@@ -10,6 +10,7 @@ from types import TracebackType
 
 from mlmsub import transport
 from mlmsub.app.config import Place
+from mlmsub.cli import output
 from mlmsub.transport import Transport
 from mlmsub.transport.openssh import OpenSSHTransport
 
@@ -87,6 +88,8 @@ class Connecting:
                 self._answers.put(Terminal().ask(*event))
             else:
                 self._opened = event
+                for warning in getattr(event, "warnings", ()):
+                    output.note(warning.encode())
         return self._opened
 
     def close(self) -> None:
@@ -127,5 +130,10 @@ class Connections:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all; the next `to` opens anew."""
         for connecting in self._begun.values():
             connecting.close()
+        self._begun.clear()

@@ -31,5 +31,5 @@ def run(profile: str, trust: Trust, *, write: bool, as_json: bool) -> None:
         if not as_json:
             said = ", ".join(f"{key}: {value}" for key, value in added.items())
             print(f"{named.source}: {f'added {said}' if added else 'nothing to add'}")
-    if count := sum(finding.severity == "error" for finding in findings):
-        raise ClusterLacks(f"{count} finding{'s' if count > 1 else ''} would keep jobs from running")
+    if errors := sum(finding.severity == "error" for finding in findings):
+        raise ClusterLacks(f"{output.count(errors, 'finding')} would keep jobs from running")

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from mlmsub import __version__
-from mlmsub.cli import completion, confs, output
+from mlmsub.cli import completion, confs, output, workflow
 from mlmsub.cli.connect import Trust
+from mlmsub.cli.options import AcceptNew, Json, NoPrompt
 from mlmsub.core.errors import MlmsubError
 from mlmsub.transport.errors import TransportError
 
@@ -24,10 +25,15 @@ app = typer.Typer(
 profiles = typer.Typer(help="The clusters that you can submit to.", no_args_is_help=True)
 app.add_typer(profiles, name="profile")
 app.add_typer(confs.app, name="conf")
+app.add_typer(workflow.app, name="workflow")
 
 # what several verbs take
 Stage = Annotated[
-    str, typer.Argument(help="convert, quantize, eagle3, export, ... or script.", autocompletion=completion.stages)
+    str,
+    typer.Argument(
+        help="convert, quantize, export, ... or script; several in one job: quantize+export.",
+        autocompletion=completion.stages,
+    ),
 ]
 ProfileName = Annotated[
     str, typer.Option(help="The cluster: a profile's name or file.", autocompletion=completion.profiles)
@@ -47,10 +53,17 @@ Allow = Annotated[
     typer.Option("--allow", metavar="CODE", help="Submit in spite of this error (docs/rules.md); may be repeated."),
 ]
 InPlace = Annotated[bool, typer.Option("--in-place", help="Overwrite the input checkpoint: --allow in-place.")]
+Requeue = Annotated[
+    bool | None,
+    typer.Option("--requeue/--no-requeue", help="Whether Slurm may start the job again (default: not for script)."),
+]
+StopBefore = Annotated[
+    str, typer.Option(metavar="SECONDS", help="Save and stop so long before the time limit (default: 300).")
+]
+Chain = Annotated[
+    str, typer.Option(metavar="K", help="Queue K more jobs to go on after a time limit, preemption or a lost node.")
+]
 From = Annotated[str, typer.Option("--from", metavar="RUN.YAML", help="Submit what another run's run.yaml says.")]
-Json = Annotated[bool, typer.Option("--json", help="Print data as JSON.")]
-NoPrompt = Annotated[bool, typer.Option("--no-prompt", help="Never ask; fail at once where a question is needed.")]
-AcceptNew = Annotated[bool, typer.Option("--accept-new", help="Accept the key of a host that was never met before.")]
 Runs = Annotated[
     list[str],
     typer.Argument(
@@ -128,6 +141,9 @@ def submit(
             metavar="RUN", help="Start when this run has succeeded; may be repeated.", autocompletion=completion.runs
         ),
     ] = None,
+    requeue: Requeue = None,
+    chain: Chain = "",
+    stop_before: StopBefore = "",
     sbatch_arg: Annotated[
         list[str] | None,
         typer.Option(metavar="ARG", help="One more sbatch option, such as --comment=x; may be repeated."),
@@ -147,13 +163,14 @@ def submit(
     accept_new: AcceptNew = False,
     json_: Json = False,
 ) -> None:
-    """Submit one stage as one Slurm job."""
+    """Submit a stage, or several with + between, as one Slurm job."""
     from mlmsub.cli import submit as verb
 
     verb.run(
         verb.Options(
             stage=stage, args=tuple(args or ()), profile=profile, env_setup=env_setup, overrides=tuple(set_ or ()),
             nodes=nodes, time=time, partition=partition, account=account, job_name=job_name, after=tuple(after or ()),
+            requeue="" if requeue is None else str(requeue).lower(), chain=chain, stop_before=stop_before,
             sbatch_args=tuple(sbatch_arg or ()), install=install, static=static,
             allow=(*(allow or ()), *(("in-place",) if in_place else ())),
         ),

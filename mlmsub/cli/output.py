@@ -14,8 +14,8 @@ from mlmsub.core.issues import Issue
 
 _COLOURS = {
     "bold": 1, "dim": 2, "error": 31, "warning": 33, "info": 36,
-    "succeeded": 32, "failed": 31, "timeout": 31, "lost": 31, "cancelled": 33, "preempted": 33,
-    "running": 36, "pending": 34, "unknown": 35,
+    "succeeded": 32, "failed": 31, "out of memory": 31, "timeout": 31, "node failure": 31, "cancelled": 33,
+    "preempted": 33, "running": 36, "pending": 34, "requeued": 34, "unknown": 35,
 }  # fmt: skip
 
 
@@ -26,6 +26,16 @@ def styled(text: str, style: str, *, stream: object = None) -> str:
     """The text in the style's colour where a terminal shows it."""
     isatty = getattr(stream or sys.stdout, "isatty", lambda: False)
     return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if style in _COLOURS and isatty() else text
+
+
+def count(number: int, what: str) -> str:
+    """Such as `1 node`, `2 nodes`."""
+    return f"{number} {what}{'' if number == 1 or what == 'info' else 's'}"
+
+
+def printable(text: str) -> str:
+    """What comes from elsewhere, without what could move the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def print_json(data: object) -> None:

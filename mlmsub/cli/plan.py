@@ -44,16 +44,19 @@ def run(options: Options, *, suggest: bool, as_json: bool) -> None:
 
 def _show(plan: Plan) -> None:
     spec, facts = plan.resolved.spec, plan.facts
-    print(output.styled(f"{spec.stage} {spec.model or ' '.join(spec.args)}", "bold") + _about(facts))
+    title, about = f"{spec.stage} {spec.model or ' '.join(spec.args)}", _about(facts)
+    gap = "  " if len(title) + 2 + len(about) <= WIDTH else "\n  "
+    print(output.styled(title, "bold") + (gap + about if about else ""))
     if plan.suggestions is not None:
         _suggestions(plan)
         _issues(plan.issues)
         return
+    _stages(plan)
     _values(plan)
     _job(plan)
     if facts:
         _layout(facts)
-        _memory(facts)
+        _memory(facts, facts.stage if plan.parts else "")
     _issues(plan.resolved.issues)
 
 
@@ -63,7 +66,15 @@ def _about(facts: Facts | None) -> str:
     arch = facts.arch
     active = f", {_count(arch.active_parameters)} active" if arch.experts else ""
     rows = "" if arch.vocab else ", embedding not counted"
-    return f"  {_count(arch.parameters)} parameters{active}{rows}; {app.layer_kinds(facts)} layers"
+    return f"{_count(arch.parameters)} parameters{active}{rows}; {app.layer_kinds(facts)} layers"
+
+
+def _stages(plan: Plan) -> None:
+    """Of a run of several stages: what each starts from and makes."""
+    if plan.parts:
+        _title("stages, in one run; a model is handed on in memory where the layouts agree")
+    for part in plan.parts:
+        _row(part.stage.name, f"{part.source} -> {part.target}")
 
 
 def _values(plan: Plan) -> None:
@@ -80,13 +91,15 @@ def _job(plan: Plan) -> None:
     _title("job")
     gpu = plan.resolved.profile.profile.gpu_type
     where = ", ".join(f"{name} {spec.sbatch[name]}" for name in ("partition", "account", "time") if name in spec.sbatch)
-    nodes = f"{spec.nodes} node{'s' * (spec.nodes > 1)} x {spec.gpus_per_node} {gpu or 'GPU'}{'' if gpu else 's'}"
+    nodes = f"{output.count(spec.nodes, 'node')} x {spec.gpus_per_node} {gpu or 'GPU'}{'' if gpu else 's'}"
     _row("where", f"{nodes}  profile {plan.resolved.profile.name}  {where if spec.scheduler == 'slurm' else ''}")
     if spec.image:
         _row("image", spec.image)
     for index, mount in enumerate(spec.mounts):
         source, target, *flags = mount.split(":")
         _row("" if index else "mounts", f"{source} -> {target} {' '.join(flags)}")
+    if spec.native and plan.facts and (who := app.remote_code(plan.facts)):
+        _row("code", f"the checkpoint's own Python code is run (trust_remote_code: {who})")
 
 
 def _layout(facts: Facts) -> None:
@@ -109,12 +122,12 @@ def _groups(*sizes: tuple[str, int]) -> str:
     return " x ".join(f"{name} {size or '?'}" for name, size in sizes)
 
 
-def _memory(facts: Facts) -> None:
+def _memory(facts: Facts, of: str) -> None:
     found = app.stretches(facts)
     if not any(one.memory for one in found):
         return
     gpu = f" of {facts.gpu_gib:.0f}" if facts.gpu_gib else "; set the profile's gpu_type to compare"
-    _title(f"memory of one GPU, estimated, GiB{gpu}")
+    _title(f"memory of one GPU{f' in {of}' if of else ''}, estimated, GiB{gpu}")
     memories = [one.memory for one in found if one.memory]
     names = [name for name in memories[0].parts() if any(memory.parts()[name] > 0.005 for memory in memories)]
     many, host = facts.layout.pp > 1, any(memory.host for memory in memories)
@@ -154,7 +167,7 @@ def _suggestions(plan: Plan) -> None:
         print(f"  no layout: {_nothing(plan)}")
         return
     at, gpu = found[0].layout, plan.facts.gpu_gib if plan.facts else None
-    _title(f"layouts on {at.nodes} node{'s' * (at.nodes > 1)} x {at.gpus_per_node} GPUs, best first")
+    _title(f"layouts on {output.count(at.nodes, 'node')} x {at.gpus_per_node} GPUs, best first")
     common = set.intersection(*(set(one.arguments.items()) for one in found))
     if common:
         print(f"  all with {_words(dict(sorted(common)))}")
@@ -190,7 +203,7 @@ def _issues(issues: Iterable[Issue]) -> None:
             print(f"  {word} {line}")
         for line in wrap(f"fix: {issue.fix}", WIDTH - 14, break_on_hyphens=False) if issue.fix else ():
             print(f"{'':14}{line}")
-    if counts := [f"{n} {word}{'s' * (n > 1)}" for word in _ORDER if (n := sum(i.severity == word for i in found))]:
+    if counts := [output.count(n, word) for word in _ORDER if (n := sum(i.severity == word for i in found))]:
         print(output.styled(f"  {', '.join(counts)}", "dim"))
 
 
@@ -199,7 +212,9 @@ def _title(text: str) -> None:
 
 
 def _row(name: str, text: str) -> None:
-    print(f"  {name:20}  {text}".rstrip())
+    for line in wrap(text, WIDTH - 24, break_long_words=False, break_on_hyphens=False) or [""]:
+        print(f"  {name:20}  {line}".rstrip())
+        name = ""
 
 
 def _range(first: int, last: int) -> str:

@@ -10,8 +10,9 @@ from mlmsub.app.records import Record, Records
 from mlmsub.app.resolve import Resolved, public_values, reload, resolve
 from mlmsub.app.sources import Request as Options
 from mlmsub.cli import connect, output
+from mlmsub.cli.runs import jobs_of, print_log
 from mlmsub.core.errors import JobFailed, UsageError
-from mlmsub.core.issues import Issue
+from mlmsub.core.issues import Issue, warning
 
 __all__ = ["Options", "run"]
 
@@ -37,20 +38,22 @@ def run(
         with records.one_at_a_time(app.identity(resolved)):
             prepared = app.prepare(resolved, records, new=new)
             record, existed = app.send(prepared, records, lambda: connections.to(place))
+        later = _short_chain(record, resolved)
         if as_json:
             output.print_json({
-                "run_id": record.run_id, "job_id": record.job_id, "run_dir": record.run_dir, "existed": existed,
-                "outputs": record.outputs, "issues": _data(resolved.issues),
+                "run_id": record.run_id, "job_id": record.job_id, "links": record.links, "run_dir": record.run_dir,
+                "existed": existed, "outputs": record.outputs, "issues": _data((*resolved.issues, *later)),
             })  # fmt: skip
         else:
             _announce(record, existed)
+            output.print_issues(later)
         if watch:
             _watch(record, records, connections)
 
 
 def _resolve(options: Options, user: config.User, records: Records, from_file: str) -> Resolved:
     if from_file:
-        if options != Options(stage="", args=(), profile=options.profile):
+        if options != Options(profile=options.profile):
             raise UsageError("--from takes everything but --profile from the file", fix="leave the other options out")
         return reload(user, Path(from_file), options.profile)
     if not options.stage:
@@ -58,19 +61,23 @@ def _resolve(options: Options, user: config.User, records: Records, from_file: s
     return resolve(user, records, options)
 
 
+def _short_chain(record: Record, resolved: Resolved) -> list[Issue]:
+    if len(record.jobs) > resolved.spec.chain:
+        return []
+    text = f"{len(record.jobs)} of {resolved.spec.chain + 1} jobs: Slurm refused the next, or the run was over by then"
+    return [warning("chain", "chain", text, f"see mlmsub status {record.run_id}")]
+
+
 def _announce(record: Record, existed: bool) -> None:
     done = "was submitted already as" if existed else "submitted as"
-    what = "process" if record.scheduler == "local" else "job"
-    print(f"{output.styled(record.run_id, 'bold')} {done} {what} {record.job_id}")
+    print(f"{output.styled(record.run_id, 'bold')} {done} {jobs_of(record)}")
     for name, path in record.outputs.items():
         print(f"  {name}  {path}")
     print(f"  mlmsub logs -f {record.run_id}")
 
 
 def _watch(record: Record, records: Records, connections: connect.Connections) -> None:
-    printer = output.LogPrinter()
-    runs.log(record, connections.to(record.place), printer.feed, output.note, follow=True)
-    printer.close()
+    print_log(record, records, connections, output.LogPrinter(), follow=True)
     state = runs.settled(record, records, lambda r: connections.to(r.place))
     if state.state != "succeeded":
         code = f" with exit code {state.exit_code}" if state.exit_code else ""
@@ -92,10 +99,9 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
         })  # fmt: skip
         return
     spec = resolved.spec
-    shape = f"{_count(spec.nodes, 'node')} x {_count(spec.tasks_per_node, 'task')}"
-    print(
-        f"{output.styled(record.job_name, 'bold')}  {shape}, {_count(spec.gpus_per_node, 'GPU')} each, {spec.launcher}"
-    )
+    shape = f"{output.count(spec.nodes, 'node')} x {output.count(spec.tasks_per_node, 'task')}"
+    gpus = output.count(spec.gpus_per_node, "GPU")
+    print(f"{output.styled(record.job_name, 'bold')}  {shape}, {gpus} each, {spec.launcher}")
     print(f"run directory  {record.run_dir}")
     rows = public_values(resolved)
     output.print_table(("variable", "value", "from"), [(n, _short(v), o) for n, v, o in sorted(rows)])
@@ -115,10 +121,6 @@ def _show(prepared: app.Prepared, as_json: bool) -> None:
     runtime = len(prepared.bundle.files) - len(files)
     print(output.styled(f"--- and {', '.join(rest)}" + (f", runtime/ ({runtime} files)" if runtime else ""), "dim"))
     output.print_issues(resolved.issues)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _short(value: str) -> str:

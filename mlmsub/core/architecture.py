@@ -7,8 +7,11 @@ arguments that megatron.training derives from them).
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+from mlmsub.core.values import number
 
 # Layers of a transformer: attention and a dense MLP, attention and experts. The other letters are those of
 # Megatron's hybrid patterns (core/models/hybrid/hybrid_layer_allocation.py), where a layer is one of the parts.
@@ -18,6 +21,15 @@ PARTS = {
     "+": ("attention",), "-": ("mlp",), "E": ("experts",),
 }  # fmt: skip
 NAMES = {DENSE: "dense", MOE: "MoE", "M": "Mamba", "*": "attention", "+": "attention", "-": "MLP", "E": "MoE"}
+
+
+def unlike(name: str, model: str) -> str:
+    """What the last parts of two names contradict each other in, or "": sizes such as 20b or A3B, Base and Instruct."""
+    for pattern in (r"(?<![a-z0-9.])a?\d+(?:\.\d+)?[bm](?![a-z0-9])", r"\b(?:base|instruct)\b"):
+        said, meant = (set(re.findall(pattern, text.rpartition("/")[2].lower())) for text in (name, model))
+        if said and meant and said != meant:
+            return f"{', '.join(sorted(said))} against {', '.join(sorted(meant))}"
+    return ""
 
 
 def parse_words(words: Iterable[str]) -> dict[str, str]:
@@ -192,6 +204,7 @@ _DIMENSIONS = (
     "kv-lora-rank", "qk-head-dim", "v-head-dim", "seq-length", "max-position-embeddings", "padded-vocab-size",
     "vocab-size", "mamba-num-heads", "mamba-head-dim", "mamba-num-groups", "mamba-state-dim", "micro-batch-size",
     "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+    "qk-pos-emb-head-dim", "moe-latent-size",
 )  # fmt: skip
 
 
@@ -209,43 +222,43 @@ def odd_numbers(args: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(argument, value) of the dimensions that are no whole number from 1 on, or beyond any model."""
     for name in _DIMENSIONS:
         text = args.get(name)
-        if text is not None and not (text.isascii() and text.isdigit() and 0 < int(text[:12]) < MOST):
+        if text is not None and not 0 < (number(text) or 0) < MOST:
             yield name, text
 
 
 def _read(args: Mapping[str, str]) -> Architecture:
-    def number(name: str, default: int = 0) -> int:
+    def size(name: str, default: int = 0) -> int:
         return int(args.get(name, default))
 
     hidden, heads = int(args["hidden-size"]), int(args["num-attention-heads"])
-    head_dim = number("kv-channels", hidden // heads)
-    experts, mla = number("num-experts"), flag(args, "multi-latent-attention")
-    ffn = number("ffn-hidden-size", 4 * hidden)
+    head_dim = size("kv-channels", hidden // heads)
+    experts, mla = size("num-experts"), flag(args, "multi-latent-attention")
+    ffn = size("ffn-hidden-size", 4 * hidden)
     layers = layer_letters(args)
     # without the flag Megatron ignores the number (training/argument_utils.py)
-    grouped = number("num-query-groups", 1) if flag(args, "group-query-attention") else heads
-    mamba_dim = number("mamba-head-dim", 64)
+    grouped = size("num-query-groups", 1) if flag(args, "group-query-attention") else heads
+    mamba_dim = size("mamba-head-dim", 64)
     return Architecture(
         layers=layers, hidden=hidden, ffn=ffn, heads=heads, groups=grouped, head_dim=head_dim,
-        vocab=number("padded-vocab-size", number("vocab-size")),
+        vocab=size("padded-vocab-size", size("vocab-size")),
         tied=not flag(args, "untie-embeddings-and-output-weights"),
         gated=any(flag(args, name) for name in ("swiglu", "quick-geglu", "geglu")),
         bias=not flag(args, "disable-bias-linear"), qkv_bias=flag(args, "add-qkv-bias"),
         qk_norm=flag(args, "qk-layernorm"), norm_width=1 if args.get("normalization") == "RMSNorm" else 2,
         sinks=args.get("softmax-type") == "learnable",
-        learned_positions=number("max-position-embeddings")
+        learned_positions=size("max-position-embeddings")
         if args.get("position-embedding-type", "learned_absolute") == "learned_absolute"
         and not flag(args, "no-position-embedding") and not flag(args, "use-rotary-position-embeddings") else 0,
-        mla=mla, q_lora=number("q-lora-rank"), kv_lora=number("kv-lora-rank", 512 if mla else 0),
-        qk_head=number("qk-head-dim", 128), qk_rope=number("qk-pos-emb-head-dim", 64), v_head=number("v-head-dim", 128),
-        experts=experts, topk=number("moe-router-topk", 2 if experts else 0),
-        moe_ffn=number("moe-ffn-hidden-size", ffn),
-        shared_ffn=number("moe-shared-expert-intermediate-size"), shared_gate=flag(args, "moe-shared-expert-gate"),
-        latent=number("moe-latent-size"),
-        mamba_heads=number("mamba-num-heads", 2 * hidden // mamba_dim) if "M" in layers else 0,
-        mamba_head_dim=mamba_dim, mamba_groups=number("mamba-num-groups", 8),
-        mamba_state=number("mamba-state-dim", 128),
-        mtp_layers=number("mtp-num-layers"),
+        mla=mla, q_lora=size("q-lora-rank"), kv_lora=size("kv-lora-rank", 512 if mla else 0),
+        qk_head=size("qk-head-dim", 128), qk_rope=size("qk-pos-emb-head-dim", 64), v_head=size("v-head-dim", 128),
+        experts=experts, topk=size("moe-router-topk", 2 if experts else 0),
+        moe_ffn=size("moe-ffn-hidden-size", ffn),
+        shared_ffn=size("moe-shared-expert-intermediate-size"), shared_gate=flag(args, "moe-shared-expert-gate"),
+        latent=size("moe-latent-size"),
+        mamba_heads=size("mamba-num-heads", 2 * hidden // mamba_dim) if "M" in layers else 0,
+        mamba_head_dim=mamba_dim, mamba_groups=size("mamba-num-groups", 8),
+        mamba_state=size("mamba-state-dim", 128),
+        mtp_layers=size("mtp-num-layers"),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import hashlib
 import io
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlmsub.core import paths, script
@@ -37,11 +37,13 @@ class Bundle:
     secrets: dict[str, bytes]
     content_hash: str
 
-    def tar(self) -> bytes:
-        """Sorted, without times and owners: same input, same bytes."""
+    def tar(self, without: Container[str] = ()) -> bytes:
+        """Sorted, without times and owners: same input, same bytes. The paths in `without` are left out."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for path, content in sorted({**self.files, **self.secrets}.items()):
+                if path in without:
+                    continue
                 member = tarfile.TarInfo(path)
                 member.size = len(content)
                 member.mode = self._mode(path)
@@ -52,6 +54,13 @@ class Bundle:
         if path in self.secrets:
             return 0o600
         return 0o755 if path.endswith(".sh") or path.startswith("local/") else 0o644
+
+
+def in_all(bundles: Sequence[Bundle]) -> Bundle:
+    """What is alike in all of them."""
+    first, *others = bundles
+    files = {p: content for p, content in first.files.items() if all(o.files.get(p) == content for o in others)}
+    return Bundle(files, {}, "")
 
 
 def build(
@@ -71,6 +80,7 @@ def build(
     shown, hidden = _redact(spec, secrets)
     files = {
         paths.ENTRYPOINT: resources["container/entrypoint.sh"],
+        paths.ATTEMPTS: resources["slurm/attempts.sh"],
         paths.JOB_SCRIPT: to_bytes(script.render(resources[TEMPLATE].decode(), shown, run, stamp)),
         paths.SPEC: _yaml(shown.to_data()),
         paths.PROFILE_ENV: _assignments(shown.profile_env),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
-from mlmsub.core import architecture, confcheck, megatron_arguments, modelconf, paths, rules, stages
+from mlmsub.core import architecture, composition, confcheck, megatron_arguments, modelconf, paths, rules, stages
 from mlmsub.core.envsetup import Reading
 from mlmsub.core.facts import Facts, gather
 from mlmsub.core.issues import Issue, error, info, warning
@@ -38,43 +39,60 @@ def run(
     yield from _allowed(spec, found)
 
 
-def facts(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Facts:
-    """What the rules look at. Raises ValueError naming the variable of the layout that is no number."""
-    return gather(spec, model_conf(spec), reading, values, profile)
+def facts(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> list[Facts]:
+    """What the rules look at, for each stage. Raises ValueError naming the variable of the layout that is no number."""
+    conf, parts = model_conf(spec), composition.parts(spec, values)
+    names = tuple(part.stage.name for part in parts) if len(parts) > 1 else ()
+    return [replace(gather(part.spec, conf, reading, part.values, profile), run=names) for part in parts]
 
 
 def model_conf(spec: RunSpec) -> modelconf.ModelConf | None:
     """The model conf that the run ships; None for a `.sh` that says nothing readable, and for `script`."""
     if spec.conf_name.endswith(".sh"):
         return modelconf.read_shell(spec.conf, spec.model)
-    if not spec.conf:
-        return None
+    return _parsed_conf(spec.conf, spec.conf_name) if spec.conf else None
+
+
+@cache
+def _parsed_conf(text: str, name: str) -> modelconf.ModelConf:
     import yaml
 
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-    return build(modelconf.ModelConf, yaml.load(spec.conf, Loader=loader), spec.conf_name)
+    return build(modelconf.ModelConf, yaml.load(text, Loader=loader), name)
 
 
 def _all(spec: RunSpec, reading: Reading, values: Mapping[str, str], profile: Profile) -> Iterator[Issue]:
-    yield from _stage(spec)
+    parts = composition.parts(spec, values)
+    yield from _each([(part.stage.name, list(_stage(part.spec))) for part in parts])
     yield from _launch_script(spec)
     yield from _place(spec)
     yield from _env_setup(spec, reading)
     yield from _local(spec, values)
     yield from _partition(spec, profile)
+    yield from _stop_before(spec)
     if spec.native:
-        yield from _paths(spec, reading, values)
+        yield from _each([(part.stage.name, list(_paths(part.spec, reading, part.values))) for part in parts])
     try:
         known = facts(spec, reading, values, profile)
     except ValueError as problem:
         severity = warning if reading.unsure else error
         yield severity("layout-value", str(problem).partition(" ")[0], str(problem).partition(" ")[2])
         return
+    yield from _conf(spec, known[0])
+    yield from _each([(one.stage, list(_arguments(one))) for one in known])
     # a script of the user's own may do otherwise than one of this name, a shell conf otherwise than it reads
-    yield from _conf(spec, known)
-    yield from _arguments(known)
-    guessed = spec.conf_name.endswith(".sh") or not (spec.native or spec.conf)
-    yield from rules.check(known, unsure=reading.unsure or guessed)
+    unsure = reading.unsure or spec.conf_name.endswith(".sh") or not (spec.native or spec.conf)
+    yield from _each([(one.stage, list(rules.check(one, unsure=unsure))) for one in known])
+
+
+def _each(found: list[tuple[str, list[Issue]]]) -> Iterator[Issue]:
+    """The issues of each stage: what all of them have once, what only some have with the stage's name."""
+    for index, (stage, issues) in enumerate(found):
+        for issue in issues:
+            if any(issue in others for _, others in found[:index]):
+                continue
+            everywhere = all(issue in others for _, others in found) or stage in issue.message
+            yield issue if everywhere else replace(issue, message=f"{stage}: {issue.message}")
 
 
 def _conf(spec: RunSpec, known: Facts) -> Iterator[Issue]:
@@ -91,6 +109,11 @@ def _arguments(known: Facts) -> Iterator[Issue]:
     """Megatron's arguments: numbers that are none, and names that it does not have."""
     for name, text in architecture.odd_numbers(known.args):
         yield error("argument-value", f"--{name}", f"{text!r} is not a whole number from 1 on", "mend MLM_EXTRA_ARGS")
+    for name, text, wanted in megatron_arguments.odd_values(known.user_args):
+        yield error("argument-value", f"--{name}", f"{text!r} is no {wanted}", f"correct --{name}, or leave it out")
+    if known.arch is None and known.conf and architecture.read(known.conf.megatron_args):
+        message = "with these arguments the model's layers cannot be told, so nothing of it can be checked"
+        yield error("argument-value", "MLM_EXTRA_ARGS", message, "mend what it says of layers and sizes")
     names = megatron_arguments.NAMES | megatron_arguments.EXAMPLES | megatron_arguments.OWN
     for name in known.user_args:
         if name not in names:
@@ -109,7 +132,7 @@ def saved_layout(values: Mapping[str, str]) -> dict[str, str]:
 
 def _resumed(spec: RunSpec, values: Mapping[str, str], earlier: Mapping[str, str]) -> Iterator[Issue]:
     """A training run goes on from what an earlier run saved: with another layout only where that can be resharded."""
-    if spec.stage not in stages.TRAINING or earlier.get("optimizer") != "dp_reshardable":
+    if not stages.trains(spec.stage) or earlier.get("optimizer") != "dp_reshardable":
         return
     now = saved_layout(values)
     other = [name for name in ("TP", "PP", "EP", "ETP") if now[name] != earlier.get(name, now[name])]
@@ -162,7 +185,7 @@ def _place(spec: RunSpec) -> Iterator[Issue]:
                 f"{spec.runs_root!r} holds % , : or a newline, which #SBATCH lines or Pyxis mounts cannot express",
                 "choose another path",
             )  # fmt: skip
-    if spec.nodes > 1 and spec.image and not spec.image.endswith((".sqsh", ".squashfs")):
+    if spec.nodes > 1 and spec.image and not spec.image.startswith("/"):
         yield warning(
             "image-per-node", "CONTAINER_IMAGE",
             f"each of {spec.nodes} nodes will import {spec.image} for itself",
@@ -183,6 +206,17 @@ def _partition(spec: RunSpec, profile: Profile) -> Iterator[Issue]:
         yield error(
             "node-limit", "nodes", f"the partition has {profile.max_nodes} nodes, not {spec.nodes}",
             "set --nodes, or another --partition",
+        )  # fmt: skip
+
+
+def _stop_before(spec: RunSpec) -> Iterator[Issue]:
+    """Slurm's signal is up to a minute early or late, and a save takes its time."""
+    before, limit = spec.sbatch.get("signal", "").rpartition("@")[2], TimeLimit.parse(spec.sbatch["time"]).seconds
+    if before and not 120 <= int(before) < limit:
+        yield error(
+            "stop-before", "--stop-before",
+            f"{before} s must be at least 120, and less than the time limit of {limit} s",
+            "set --stop-before, or a longer --time",
         )  # fmt: skip
 
 

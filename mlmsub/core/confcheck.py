@@ -9,6 +9,7 @@ from mlmsub.core.issues import Issue, error, warning
 from mlmsub.core.megatron_arguments import EXAMPLES, NAMES
 from mlmsub.core.modelconf import ModelConf
 from mlmsub.core.strict import nearest
+from mlmsub.core.values import number
 
 
 def run(conf: ModelConf) -> Iterator[Issue]:
@@ -20,6 +21,19 @@ def run(conf: ModelConf) -> Iterator[Issue]:
     yield from _positions(conf)
     if not conf.tokenizer:
         yield warning("conf-tokenizer", "tokenizer", "is not set, so that HF_MODEL_CKPT must be")
+
+
+def of_name(asked: str, conf: ModelConf, *, is_file: bool) -> Iterator[Issue]:
+    """Is this the conf of the model that was asked for? Of a file only what its name says can be compared."""
+    if not is_file and asked.lower() not in (name.lower() for name in (conf.model, *conf.aliases)):
+        yield error(
+            "conf-model", "model", f"{asked} was asked for, and the conf of that name is of {conf.model}",
+            f"write model: {asked} into it, or ask for {conf.model}",
+        )  # fmt: skip
+    elif is_file and (odd := architecture.unlike(asked, conf.model)):
+        yield warning(
+            "conf-model", "model", f"{asked} is a conf of {conf.model}: {odd}", "is it a copy with the old name in it?"
+        )
 
 
 def _names(conf: ModelConf) -> Iterator[Issue]:
@@ -122,5 +136,4 @@ def _positions(conf: ModelConf) -> Iterator[Issue]:
 
 
 def _int(args: Mapping[str, str], name: str) -> int:
-    text = args.get(name, "")
-    return int(text) if text.isdecimal() else 0
+    return number(args.get(name, "")) or 0

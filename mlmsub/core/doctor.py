@@ -50,6 +50,7 @@ def judge(answers: Answers, profile: Profile) -> list[Finding]:
         _mpi(answers, profile),
         _pyxis(answers),
         *_limits(answers),
+        *_preemption(answers, profile),
         _accounting(answers),
         _account(answers, profile),
         *_places(answers),
@@ -136,9 +137,19 @@ def _limits(answers: Answers) -> Iterator[Finding]:
     if config.get("EnforcePartLimits", "ALL") == "NO":
         yield Finding("limits", "info", "jobs beyond a partition's limits are accepted, and never start",
                       "nothing to do: mlmsub looks after it submits")  # fmt: skip
-    named = [f"{name}={config[name]}" for name in ("PreemptMode", "GraceTime", "KillWait") if name in config]
+
+
+def _preemption(answers: Answers, profile: Profile) -> Iterator[Finding]:
+    """What becomes of a job that has to give way to another: by partition, with the seconds that it has to save."""
+    config = dict(line.split("=", 1) for line in answers.get("config", ()) if "=" in line)
+    named = [f"{name}={config[name]}" for name in ("PreemptMode", "KillWait") if name in config]
     if named:
         yield Finding("preemption", "info", ", ".join(named))
+    chosen = [row[0].rstrip("*") for row in _chosen(answers, profile)]
+    for name, mode, grace in (row for text in answers.get("preempt", ()) if len(row := text.split("|")) == 3):
+        if name in chosen and mode != "OFF":
+            fix = "" if "REQUEUE" in mode else "a preempted run is not started again: submit with --chain"
+            yield Finding(f"preemption in {name}", "info", f"PreemptMode={mode}, GraceTime={grace}", fix)
 
 
 def _accounting(answers: Answers) -> Finding:

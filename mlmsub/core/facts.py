@@ -14,10 +14,14 @@ from mlmsub.core.memory import Breakdown, Work
 from mlmsub.core.modelconf import ModelConf
 from mlmsub.core.profile import Profile
 from mlmsub.core.spec import RunSpec
+from mlmsub.core.values import number
 
+Found = Iterator[tuple[str, str, str]]  # what a rule yields: field, message, fix
 # The argument variables in the order of the line: later ones win, as in Megatron-LM's examples.
 _TRAINING = ("MLM_DATA_ARGS", "MLM_OPTIM_ARGS", "MLM_TRAIN_ARGS", "MLM_EVAL_ARGS", "MLM_RESUME_ARGS")
-ARGUMENT_VARIABLES = {"eagle3": _TRAINING, "finetune": _TRAINING, "train": _TRAINING}
+ARGUMENT_VARIABLES = {
+    "eagle3": _TRAINING, "finetune": _TRAINING, "train": _TRAINING, "extract": ("MLM_DATA_ARGS",),
+}  # fmt: skip
 SIZE_ARGUMENTS = {
     "tensor-model-parallel-size": "tp", "pipeline-model-parallel-size": "pp", "context-parallel-size": "cp",
     "expert-model-parallel-size": "ep", "expert-tensor-parallel-size": "etp",
@@ -40,6 +44,7 @@ class Facts:
     assigned: frozenset[str] = frozenset()  # names that the env setup or --set assigns
     gpu_type: str = ""
     gpu_gib: float | None = None
+    run: tuple[str, ...] = ()  # the names of all stages of the run
 
     @cached_property
     def arch(self) -> Architecture | None:
@@ -72,11 +77,11 @@ class Facts:
         """Whether the stage reads the Hugging Face checkpoint into Megatron's modules."""
         stage = stages.STAGES.get(self.stage)
         reads = stage is not None and stage.reads == "HF_MODEL_CKPT"
-        return reads and not (self.stage == "quantize" and self.values.get("MLM_MODEL_CKPT"))
+        return reads and not self.values.get("MLM_MODEL_CKPT")
 
     @property
     def trains(self) -> bool:
-        return self.stage in ("eagle3", "finetune", "train")
+        return self.stage in stages.TRAINING
 
     def has(self, *names: str) -> bool:
         """Whether one of these Megatron arguments is given."""
@@ -91,7 +96,7 @@ def split(args: Mapping[str, str], arch: Architecture, pp: int) -> Pipeline | Sp
             return layout.split_pattern(pattern, pp)
         if text := args.get("pipeline-model-parallel-layout", ""):
             return layout.split_string(text, pp, len(arch.layers))
-        first, last = (_count(args, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+        first, last = (number(args.get(f"decoder-{end}-pipeline-num-layers", "")) for end in ("first", "last"))
         embedding, loss = (
             architecture.flag(args, f"account-for-{what}-in-pipeline-split") for what in ("embedding", "loss")
         )
@@ -113,11 +118,12 @@ def gather(
     if not spec.native:  # one of Megatron-LM's example scripts does the stage that it is named after
         stage = spec.args[0].rpartition("/")[2].removesuffix(".sh") if spec.args else ""
         words = spec.args[2:]
+    place = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    words, flags = words[:place], words[place:] if spec.native or stage == "convert" else ()
     asked = Layout.of_variables(values, spec.nodes, spec.gpus_per_node)
-    user_args = architecture.parse_words(_user_words(stage, spec, reading, values))
+    user_args = architecture.parse_words((*flags, *_user_words(stage, spec, reading, values)))
     sizes = {
-        name: int(text) for argument, name in SIZE_ARGUMENTS.items()
-        if (text := user_args.get(argument, "")).isdigit() and int(text)
+        name: size for argument, name in SIZE_ARGUMENTS.items() if (size := number(user_args.get(argument, "")))
     }  # fmt: skip
     used = replace(asked, **sizes)
     if stage == "export":
@@ -143,8 +149,3 @@ def _user_words(stage: str, spec: RunSpec, reading: Reading, values: Mapping[str
     for name in (*ARGUMENT_VARIABLES.get(stage, ()), "MLM_EXTRA_ARGS"):
         array: Iterable[str] | None = None if name in spec.overrides else reading.arrays.get(name)
         yield from values.get(name, "").split() if array is None else array
-
-
-def _count(args: Mapping[str, str], name: str) -> int | None:
-    text = args.get(name, "")
-    return int(text) if text.isdigit() else None

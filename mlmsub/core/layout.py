@@ -1,6 +1,6 @@
 """Parallel layouts: sizes of the groups that Megatron-Core makes of a job's ranks, and layers on pipeline stages.
 
-Standard library only: this file also travels into the container. The rules are megatron-core 0.19's:
+The rules are megatron-core 0.19's:
 `core/parallel_state.py` (groups), `core/transformer/transformer_block.py: get_num_layers_to_build` (layers of a
 transformer), `core/models/hybrid/hybrid_layer_allocation.py` (hybrid patterns), `training/arguments.py`.
 """
@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
+
+from mlmsub.core.values import number
 
 SIZES = ("TP", "PP", "CP", "EP", "ETP")
 MOST = 100_000  # ranks in a group: more than any cluster has
@@ -114,9 +116,9 @@ class Layout:
             text = values.get(name, "").strip()
             if not text:
                 continue
-            if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= MOST or len(text) > 9:
+            if not 1 <= (size := number(text) or 0) <= MOST:
                 raise ValueError(f"{name} must be a number from 1 to {MOST}, not {text[:24]!r}")
-            sizes[name.lower()] = int(text)
+            sizes[name.lower()] = size
         return cls(**sizes, nodes=nodes, gpus_per_node=gpus_per_node)
 
 

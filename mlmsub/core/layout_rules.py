@@ -5,13 +5,10 @@ Each function yields (field, message, fix) for what it finds; core/rules.py says
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mlmsub.core.architecture import flag
-from mlmsub.core.facts import Facts
+from mlmsub.core.facts import Facts, Found
 from mlmsub.core.layout import Layout, SplitError, divisors
-
-Found = Iterator[tuple[str, str, str]]
+from mlmsub.core.values import number
 
 
 def world(facts: Facts) -> Found:
@@ -77,16 +74,16 @@ def vocabulary(facts: Facts) -> Found:
     arch = facts.arch
     if arch and arch.vocab:
         yield from _divides(facts, "rows of the embedding", arch.vocab)
-        divisor = facts.args.get("make-vocab-size-divisible-by", "")
-        said = facts.args.get("vocab-size", "")
-        if "padded-vocab-size" not in facts.args and said.isdigit() and divisor.isdigit() and int(divisor):
-            block = int(divisor) * facts.layout.tp
-            if padded := -int(said) % block:
-                yield (
-                    "make-vocab-size-divisible-by",
-                    f"pads the vocabulary from {said} to {int(said) + padded} rows, which the checkpoint does not have",
-                    f"give --padded-vocab-size {said} or --make-vocab-size-divisible-by 1",
-                )
+        divisor = number(facts.args.get("make-vocab-size-divisible-by", ""))
+        said = number(facts.args.get("vocab-size", ""))
+        if "padded-vocab-size" in facts.args or not said or not divisor:
+            return
+        if padded := -said % (divisor * facts.layout.tp):
+            yield (
+                "make-vocab-size-divisible-by",
+                f"pads the vocabulary from {said} to {said + padded} rows, which the checkpoint does not have",
+                f"give --padded-vocab-size {said} or --make-vocab-size-divisible-by 1",
+            )
 
 
 def dense_ffn(facts: Facts) -> Found:
@@ -137,16 +134,18 @@ def tp_in_a_node(facts: Facts) -> Found:
 
 def idle_data_parallel(facts: Facts) -> Found:
     at = facts.layout
-    if facts.stage == "export" and at.world > at.pp:
-        message = f"export works on PP={at.pp} of {at.world} ranks; the others end at once"
-        yield "PP", message, f"use {_nodes(at, at.pp)}" if at.nodes * at.gpus_per_node > _up(at, at.pp) else ""
+    if facts.stage in ("export", "prune") and at.world > at.pp:
+        others = "wait, or end if nothing follows" if facts.run else "end at once"
+        fewer = at.nodes * at.gpus_per_node > _up(at, at.pp) and not facts.run
+        message = f"{facts.stage} works on PP={at.pp} of {at.world} ranks; the others {others}"
+        yield "PP", message, f"use {_nodes(at, at.pp)}" if fewer else ""
 
 
 def context_length(facts: Facts) -> Found:
-    cp, length = facts.layout.cp, facts.args.get("seq-length", "")
-    if cp > 1 and length.isdigit() and int(length) % (2 * cp):
+    cp, length = facts.layout.cp, number(facts.args.get("seq-length", ""))
+    if cp > 1 and length and length % (2 * cp):
         message = f"seq-length {length} is no multiple of 2*CP = {2 * cp}"
-        yield "CP", message, f"use --seq-length {-(-int(length) // (2 * cp)) * 2 * cp}"
+        yield "CP", message, f"use --seq-length {-(-length // (2 * cp)) * 2 * cp}"
 
 
 def fp8_blocks(facts: Facts) -> Found:

@@ -6,6 +6,8 @@ version. EXAMPLES are those that Megatron-LM's ModelOpt examples add (megatron/p
 confs use them, and mlmsub's own stages do not have them.
 """
 
+from collections.abc import Iterator, Mapping
+
 _NAMES = """
 account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split accumulate-allreduce-grads-in-fp32
 activation-func-clamp-value activation-offload-fraction adam-beta1 adam-beta2 adam-eps add-qkv-bias adlr-autoresume
@@ -209,7 +211,51 @@ NAMES = frozenset(_NAMES.split())
 EXAMPLES = frozenset(_EXAMPLES.split())
 # what mlmsub's own stages take beside them
 _OWN = """
-calib-batch-size calib-data calib-dataset calib-dataset-path-or-name calib-max-sequence-length calib-size
-export-kv-cache-quant weight-only
+algorithm auto-quantize-bits auto-quantize-checkpoint auto-quantize-formats auto-quantize-method
+auto-quantize-score-size calib-batch-size calib-data calib-dataset calib-dataset-path-or-name
+calib-max-sequence-length calib-size calib-use-random-offset chat compress disable-qkv-quant draft-length
+draft-vocab-size
+eagle-config export-extra-modules export-kv-cache-quant export-quant-cfg export-vllm-fq extra-model-path
+disable-tqdm few-shots format mmlu-batch-size mmlu-data mmlu-dataset mmlu-tokens-per-batch subjects
+fraction generate-batch-size ground-truth-path ignore-eos in-place keep-last layers-to-drop
+layerwise layerwise-checkpoint long-documents loss-on lower-bound max-new-tokens no-eval no-perplexity
+num-first-layers-to-skip-quant num-last-layers-to-skip-quant osl prompts prompts-path
+pruning-scores-path recipe rows-per-shard save-base save-ground-truth-path skip-generate steps
+sync-expert-weight-amax target-ffn-hidden-size target-hidden-size target-moe-ffn-hidden-size
+target-moe-shared-expert-intermediate-size target-num-attention-heads target-num-layers target-num-moe-experts
+temperature top-k top-p validate-batch-size verify weight-only
 """
 OWN = frozenset(_OWN.split())
+# The numbers that the runtime takes for an argument: kind, least and most. It has the same table, megatron_args.RANGES,
+# since it imports nothing of this; tests/stages/test_odd_values.py compares them.
+RANGES: dict[str, tuple[type, float, float]] = {
+    name: (kind, least, most) for kind, least, most, names in (
+        (int, 1, 2**40, "train-iters train-samples lr-decay-iters lr-decay-samples micro-batch-size global-batch-size"),
+        (int, 1, 2**40, "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size"),
+        (int, 1, 2**40, "expert-model-parallel-size expert-tensor-parallel-size recompute-num-layers rotary-base"),
+        (int, 1, 2**40, "max-position-embeddings make-vocab-size-divisible-by distributed-timeout-minutes"),
+        (int, 1, 2**40, "tensorboard-log-interval"),
+        (int, 0, 2**40, "lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples"),
+        (int, 0, 2**40, "eval-iters eval-interval save-interval log-interval"),
+        (int, 0, 2**32 - 1, "seed"),
+        (int, 2, 2**40, "seq-length"),
+        (float, 0, 1000, "lr min-lr lr-warmup-init init-method-std weight-decay start-weight-decay end-weight-decay"),
+        (float, 0, 1, "lr-warmup-fraction"),
+        (float, 0, 1e30, "clip-grad"),
+        (float, 1e-30, 1, "adam-eps norm-epsilon"),
+        (float, 1e-30, 1e30, "loss-scale rope-scaling-factor"),
+        (float, 0, 0.999999, "adam-beta1 adam-beta2 sgd-momentum attention-dropout hidden-dropout"),
+    ) for name in names.split()
+}  # fmt: skip
+
+
+def odd_values(args: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(argument, value, what it should be) of values that ``RANGES`` forbids; what a shell fills in is not judged."""
+    for name, (kind, least, most) in RANGES.items():
+        text = args.get(name, "$")
+        try:
+            good = "$" in text or least <= kind(text) <= most  # as NaN is not
+        except ValueError:
+            good = False
+        if not good:
+            yield name, text, f"{'whole number' if kind is int else 'number'} from {least} to {most:,}"

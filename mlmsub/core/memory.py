@@ -15,6 +15,7 @@ from typing import Literal
 
 from mlmsub.core.architecture import PARTS, Architecture, Count, flag
 from mlmsub.core.layout import Layout, Pipeline
+from mlmsub.core.values import number
 
 GIB = 2**30
 Kind = Literal["forward", "eagle3", "training", "host"]
@@ -106,11 +107,13 @@ def work_of(stage: str, args: Mapping[str, str]) -> Work:
         kind=kind, batch=_number(args, "micro-batch-size", 1), length=_number(args, "seq-length", 4096),
         recompute=recompute, distributed_optimizer=flag(args, "use-distributed-optimizer"),
         sequence_parallel=flag(args, "sequence-parallel"),
-        dropout=any(float(args.get(name, 0.1)) > 0 for name in ("hidden-dropout", "attention-dropout")),
+        dropout=any(_is_above_0(args.get(name, "0.1")) for name in ("hidden-dropout", "attention-dropout")),
     )  # fmt: skip
     if stage in ("quantize", "prune"):
+        length = _number(args, "calib-max-sequence-length", 512)
+        batch = max(1, min(32, 16384 // max(1, length)))  # runtime/quantization/calibration.py: batch_size
         return replace(
-            work, batch=_number(args, "calib-batch-size", 32), length=_number(args, "calib-max-sequence-length", 512),
+            work, batch=_number(args, "calib-batch-size", batch), length=length,
             logits=False,
         )  # fmt: skip
     if stage == "convert":
@@ -121,8 +124,15 @@ def work_of(stage: str, args: Mapping[str, str]) -> Work:
 
 
 def _number(args: Mapping[str, str], name: str, default: int) -> int:
-    text = args.get(name, "")
-    return int(text) if text.isdigit() else default
+    said = number(args.get(name, ""))
+    return default if said is None else said
+
+
+def _is_above_0(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:  # Megatron refuses it
+        return True
 
 
 def _stage(arch: Architecture, layout: Layout, pipeline: Pipeline, work: Work, stage: int) -> Breakdown:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -50,7 +50,7 @@ class ModelConf:
                 raise ValueError(f"megatron_args: {name!r} is not an argument's name (write it without dashes)")
 
 
-def unknown(name: str, known: list[str], where: str) -> UsageError:
+def unknown(name: str, known: Sequence[str], where: str) -> UsageError:
     """The error for a model that no conf is named after."""
     return UsageError(
         f"unknown model {name!r}{nearest(name, known)}",

@@ -13,6 +13,7 @@ RUN = "/mlmsub/run"
 # inside a run directory
 JOB_SCRIPT = "job.sbatch"
 ENTRYPOINT = "entrypoint.sh"
+ATTEMPTS = "attempts.sh"
 MANIFEST = "manifest.sha256"
 SPEC = "run.yaml"
 RECORD = "record.json"
@@ -58,8 +59,11 @@ class RunPaths:
 
 
 def run_id(stamp: str, stage: str, token: str) -> str:
-    """`<yyyymmdd-hhmmss>-<stage>-<six hex digits>`: sorts by time, says what it is, and is unique."""
-    return f"{stamp}-{stage}-{token}"
+    """`<yyyymmdd-hhmmss>-<stage>-<six hex digits>`: sorts by time, says what it is, and is unique.
+
+    The names of several stages have `_` between them.
+    """
+    return f"{stamp}-{stage.replace('+', '_')}-{token}"
 
 
 def job_name(*parts: str) -> str:

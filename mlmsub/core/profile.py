@@ -54,6 +54,11 @@ class Profile:
     time: str = "04:00:00"
     max_time: str = ""
     max_nodes: int = 0
+    requeue: Literal["", "true", "false"] = ""  # empty: as suits the stage
+    stop_before: int = 0  # seconds; 0 = as suits the stage
+    script_signal: Literal["", "TERM", "INT", "USR1", "USR2"] = ""
+    max_restarts: int = 20
+    max_total_time: str = ""
     sbatch_args: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
 
@@ -71,8 +76,8 @@ class Profile:
         if self.gpus_per_node < 1:
             raise ValueError("gpus_per_node must be at least 1 (on a cluster without GPUs: tasks per node)")
         TimeLimit.parse(self.time)
-        if self.max_time:
-            TimeLimit.parse(self.max_time)
+        for limit in filter(None, (self.max_time, self.max_total_time)):
+            TimeLimit.parse(limit)
         MemorySize.parse(self.mem)
         for text in self.mounts:
             Mount.parse(text)

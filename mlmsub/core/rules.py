@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from mlmsub.core import layout_rules as sizes
+from mlmsub.core import prune_rules as pruning
+from mlmsub.core import quantize_rules as quantizing
 from mlmsub.core import stage_rules as kinds
+from mlmsub.core import stages
 from mlmsub.core.facts import Facts
 from mlmsub.core.issues import Issue, Severity
 
 ALL = ("convert", "quantize", "eagle3", "finetune", "train", "prune", "generate", "mmlu", "validate", "extract")
-TRAINING = ("eagle3", "finetune", "train")
 EVERY = (*ALL, "export")
 
 
@@ -82,7 +84,7 @@ RULES = (
     Rule("single-pipeline", "error", ("eagle3", "extract", "validate"), kinds.single_pipeline,
          "PP is 1", "modelopt/torch/speculative/plugins/megatron_eagle.py: aux hidden states"),
     # --- parallelism and the stage
-    Rule("sequence-parallel-needed", "error", TRAINING, sizes.sequence_parallel_needed,
+    Rule("sequence-parallel-needed", "error", stages.TRAINING, sizes.sequence_parallel_needed,
          "experts trained with TP > 1 need sequence parallelism", "core/transformer/moe/moe_layer.py: forward"),
     Rule("sequence-parallel-off", "info", EVERY, sizes.sequence_parallel_off,
          "sequence parallelism at TP=1 is switched off", "training/arguments.py"),
@@ -93,16 +95,29 @@ RULES = (
     Rule("quantize-experts", "error", ("quantize",), kinds.quantize_experts,
          "quantizing experts needs TP=1 or EP=1",
          "modelopt/torch/quantization/plugins/megatron.py: QuantSequentialMLP"),
-    Rule("auto-quantize", "error", ("quantize",), kinds.auto_quantize,
-         "automatic quantization needs PP=1, and its bits", "Megatron-LM's quantize.py"),
+    Rule("auto-quantize", "error", ("quantize",), quantizing.search_layout,
+         "automatic quantization needs PP=1", "Megatron-LM's quantize.py"),
+    Rule("quantize-format", "error", ("quantize",), quantizing.formats,
+         "ModelOpt has the format, those of a search and that of the KV cache, and a search has its bits; recipes are "
+         "looked at in the job", "modelopt/torch/quantization/config.py: choices", layout=False),
     Rule("export-tp", "warning", ("export",), kinds.export_tp,
          "export splits by PP only; TP is forced to 1", "Megatron-LM's export.sh; Speech#14375; Model-Optimizer#1589"),
     Rule("export-layout", "info", ("export",), kinds.export_others,
          "export takes CP, EP and ETP as 1", "Megatron-LM's export.sh"),
-    Rule("export-idle", "info", ("export",), sizes.idle_data_parallel,
-         "export uses PP ranks, and the others have nothing to do", "mlmsub's export"),
-    Rule("prune-tp", "error", ("prune",), kinds.prune_tp,
-         "prune needs TP=1", "Megatron-LM's prune.sh; Model-Optimizer#1209"),
+    Rule("export-idle", "info", ("export", "prune"), sizes.idle_data_parallel,
+         "export and prune use PP ranks, and the others have nothing to do", "mlmsub's export and prune"),
+    Rule("prune-tp", "error", ("prune",), pruning.layout,
+         "prune needs TP=1, CP=1 and EP=1", "Megatron-LM's prune.sh; Model-Optimizer#1209"),
+    Rule("prune-targets", "error", ("prune",), pruning.targets,
+         "something is to be pruned, to less than the model has; LAYERS_TO_DROP stands alone", "Megatron-LM's prune.py",
+         layout=False),
+    Rule("prune-widths", "error", ("prune",), pruning.widths,
+         "query groups divide the heads that are left, a token's experts are there, and a Llama's heads divide its "
+         "hidden size", "modelopt/torch/nas/plugins/megatron.py; transformers' LlamaConfig", layout=False),
+    Rule("prune-layers", "error", ("prune",), pruning.layers,
+         "the layers that are left divide over PP; no hybrid models", "core/transformer/transformer_block.py"),
+    Rule("prune-engine", "info", ("prune",), pruning.transformer_engine,
+         "pruning width needs Transformer Engine", "modelopt/torch/nas/plugins/megatron.py", layout=False),
     Rule("gpt-oss-etp", "error", ("convert", "quantize", "eagle3", "prune"), kinds.gpt_oss,
          "gpt-oss needs ETP=1", "modelopt/torch/export/plugins/megatron_importer.py"),
     Rule("llama-4-experts", "error", ("convert", "quantize", "eagle3", "prune"), kinds.llama4,

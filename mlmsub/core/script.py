@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING
+
 from mlmsub import __version__
-from mlmsub.core import paths
+from mlmsub.core import paths, stages
 from mlmsub.core.quoting import quote, sbatch_value
 from mlmsub.core.spec import RunSpec
+
+if TYPE_CHECKING:
+    import jinja2
 
 # sbatch options that mlmsub decides, each with the flag or profile key that sets it. `--sbatch-arg` may not touch them.
 MANAGED = {
@@ -33,14 +39,15 @@ MANAGED = {
     "nodelist": "the profile's `nodelist`",
     "exclude": "the profile's `exclude`",
     "clusters": "the profile's `cluster`",
-    "dependency": "--after",
+    "dependency": "--after and --chain",
     "kill-on-invalid-dep": "--after",
     "output": "mlmsub: `mlmsub logs` finds it",
     "error": "mlmsub: it goes to the log",
     "open-mode": "mlmsub",
     "chdir": "mlmsub: the run directory is the run's key",
-    "requeue": "mlmsub",
-    "no-requeue": "mlmsub",
+    "requeue": "--requeue, or the profile's `requeue`",
+    "no-requeue": "--no-requeue, or the profile's `requeue`",
+    "signal": "--stop-before, or the profile's `stop_before`",
     "export": "mlmsub: values travel in the env setup",
     "export-file": "mlmsub: values travel in the env setup",
     "array": "mlmsub: one run is one job",
@@ -56,6 +63,9 @@ SHORT = {
     "q": "qos", "C": "constraint", "w": "nodelist", "x": "exclude", "M": "clusters", "d": "dependency", "o": "output",
     "e": "error", "D": "chdir", "G": "gpus", "O": "overcommit", "a": "array", "W": "wait", "s": "oversubscribe",
 }  # fmt: skip
+# Stages that save and end when they are asked to, and how many seconds before the time limit they are asked.
+STOPS = (*stages.TRAINING, "extract")
+STOP_BEFORE = 300
 _FLAGS = "HIkQvhVu"  # short options of sbatch that take no value
 
 
@@ -84,8 +94,9 @@ def directives(spec: RunSpec, run: paths.RunPaths, stamp: str) -> list[str]:
         "chdir": run.dir,
         "output": f"{run.dir}/{log_name(spec, stamp)}",
         "open-mode": "append",
-        "no-requeue": "",
     }
+    if "requeue" not in spec.sbatch:
+        own["no-requeue"] = ""  # always explicit: a cluster's JobRequeue says one or the other
     options = {**spec.sbatch, **own}
     lines = [f"--{name}" + (f"={sbatch_value(value)}" if value else "") for name, value in options.items()]
     return lines + [sbatch_value(argument) for argument in spec.sbatch_args]
@@ -109,12 +120,8 @@ def srun_options(spec: RunSpec, run: paths.RunPaths) -> list[str]:
 
 def render(template: str, spec: RunSpec, run: paths.RunPaths, stamp: str) -> str:
     """The job script's text. `template` is slurm/job.sbatch.j2, `stamp` the UTC time of submission."""
-    import jinja2
-
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    environment.filters["q"] = quote
     inside = spec.run_dir_inside(run)
-    return environment.from_string(template).render(
+    return _compiled(template).render(
         version=__version__,
         directives=directives(spec, run, stamp),
         run_id=run.run_id,
@@ -128,6 +135,22 @@ def render(template: str, spec: RunSpec, run: paths.RunPaths, stamp: str) -> str
         what=spec.job_name,
         srun=srun_options(spec, run),
         native=spec.native,
+        max_restarts=spec.max_restarts,
+        max_total_time=spec.max_total_time,
+        trains="1" if stages.trains(spec.stage) else "",
+        script_signal=spec.script_signal,
+        stop_before=spec.sbatch.get("signal", "").rpartition("@")[2] or 0,
+        chain=spec.chain,
+        parents=spec.parent_lines,
         stage=spec.stage,
         outputs=" ".join(spec.outputs),
     )
+
+
+@cache
+def _compiled(template: str) -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    environment.filters["q"] = quote
+    return environment.from_string(template)

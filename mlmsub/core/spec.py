@@ -35,11 +35,11 @@ class EnvSetup:
 
 @dataclass(frozen=True)
 class Parent:
-    """A run that must succeed before this one starts."""
+    """A run that this one waits for, and how it must have ended, in Slurm's words."""
 
     run_id: str
-    job_id: str
     run_dir: str
+    condition: Literal["afterok", "afterany", "afternotok"] = "afterok"
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class RunSpec:
     pass_env: tuple[str, ...] = ()
     secret_names: tuple[str, ...] = ()
     parents: tuple[Parent, ...] = ()
+    chain: int = 0  # jobs that follow the first one, each for when the one before was cut off
+    script_signal: str = ""  # what the ranks of a script get before the time limit, such as TERM
+    max_restarts: int = 20
+    max_total_time: int = 0  # seconds of all attempts together; 0 = no bound
     allow: tuple[str, ...] = ()  # codes of errors that the user overrides
     origins: dict[str, str] = field(default_factory=dict)
 
@@ -94,6 +98,11 @@ class RunSpec:
     @property
     def ntasks(self) -> int:
         return self.nodes * self.tasks_per_node
+
+    @property
+    def parent_lines(self) -> str:
+        """A line `CONDITION RUN_DIRECTORY` for each parent, as the scripts on the cluster read them."""
+        return "".join(f"{parent.condition} {parent.run_dir}\n" for parent in self.parents)
 
     @property
     def script_file(self) -> str:

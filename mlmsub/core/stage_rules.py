@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 
-from mlmsub.core.architecture import flag
-from mlmsub.core.facts import ARGUMENT_VARIABLES, SIZE_ARGUMENTS, Facts
-
-Found = Iterator[tuple[str, str, str]]
+from mlmsub.core import prune_rules
+from mlmsub.core.architecture import flag, unlike
+from mlmsub.core.facts import ARGUMENT_VARIABLES, SIZE_ARGUMENTS, Facts, Found
 
 # Variables that mlmsub's runtime, its entrypoint or Megatron-LM's examples read.
 VARIABLES = (
@@ -20,16 +18,20 @@ VARIABLES = (
     "MLM_ENV_SETUP", "MLM_SKIP_INSTALL", "MLM_EXTRA_ARGS", "MLM_DATA_ARGS", "MLM_TRAIN_ARGS", "MLM_OPTIM_ARGS",
     "MLM_EVAL_ARGS", "MLM_RESUME_ARGS", "MLM_DEFAULT_ARGS", "MLM_CALIB_DATA", "MLM_OVERWRITE", "MLM_REF_LABEL",
     "MLM_LOWER_BOUND", "EXPORT_DIR", "EXTRACT_DIR", "QFORMAT", "PROMPTS_PATH", "TP", "PP", "EP", "ETP", "CP", "DP",
+    "GENERATE_OUT", "MMLU_DATA", "MMLU_OUT", "VALIDATE_OUT", "STEPS", "OSL", "GT_PATH", "SAVE_GT_PATH",
     "LAUNCH_SCRIPT", "SANDBOX_ROOT", "SANDBOX_DIR", "SANDBOX_ENV_SETUP", "USER_FSW", "CONTAINER_IMAGE",
     "TOKENIZER_MODEL", "MODEL_ARGS", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY",
+    *prune_rules.VARIABLES,
 )  # fmt: skip
 _OLD_GPUS = re.compile(r"[ahlv]\d+|gh200|h20")  # before Blackwell
 
 
 def unsupported(facts: Facts) -> Found:
-    if facts.conf and facts.stage in facts.conf.unsupported:
-        reason = facts.conf.unsupported[facts.stage]
-        yield "stage", f"{facts.stage} is not supported for {facts.model}: {reason}", "choose another stage or model"
+    draft = facts.stage == "convert" and facts.args.get("algorithm", "None") != "None"
+    for stage in (facts.stage, "eagle3") if draft else (facts.stage,):
+        if facts.conf and stage in facts.conf.unsupported:
+            reason = facts.conf.unsupported[stage]
+            yield "stage", f"{stage} is not supported for {facts.model}: {reason}", "choose another stage or model"
 
 
 def quantize_experts(facts: Facts) -> Found:
@@ -57,31 +59,15 @@ def export_others(facts: Facts) -> Found:
         yield "EP", f"export uses PP only: {' '.join(ignored)} are taken as 1", ""
 
 
-def prune_tp(facts: Facts) -> Found:
-    at = facts.layout
-    if at.tp > 1 or at.expert_tp > 1:
-        yield "TP", f"prune needs TP=1, not TP={at.tp} ETP={at.expert_tp}", "set TP=1 ETP=1, and use PP instead"
-
-
-def auto_quantize(facts: Facts) -> Found:
-    if not (facts.words[:1] == ("auto",) or facts.has("auto-quantize-bits")):
-        return
-    if facts.layout.pp > 1:
-        yield "PP", f"automatic quantization needs PP=1, not {facts.layout.pp}", "set PP=1"
-    if not facts.has("auto-quantize-bits"):
-        message = "automatic quantization needs the bits to reach"
-        yield "MLM_EXTRA_ARGS", message, "add --auto-quantize-bits 4.8 (or another number)"
-
-
 def gpt_oss(facts: Facts) -> Found:
-    if _family(facts, "gpt-oss", "gpt_oss") and facts.layout.expert_tp > 1:
+    if facts.imports and _family(facts, "gpt-oss", "gpt_oss") and facts.layout.expert_tp > 1:
         message = f"ETP={facts.layout.expert_tp}: ModelOpt cannot import gpt-oss with experts split by ETP"
         yield "ETP", message, "set ETP=1; use EP to split the experts"
 
 
 def llama4(facts: Facts) -> Found:
     at = facts.layout
-    if _family(facts, "llama-4", "llama4") and at.ep > 1 and at.expert_tp > 1:
+    if facts.imports and _family(facts, "llama-4", "llama4") and at.ep > 1 and at.expert_tp > 1:
         message = f"EP={at.ep} with ETP={at.expert_tp}: ModelOpt imports packed experts with EP or with ETP, not both"
         yield "ETP", message, "set ETP=1 (or EP=1)"
 
@@ -127,15 +113,10 @@ def layout_overruled(facts: Facts) -> Found:
 
 
 def checkpoint_matches(facts: Facts) -> Found:
-    """Compare what stands in both names: sizes such as 20b or A3B, and Base against Instruct."""
     name = facts.values.get("HF_MODEL_CKPT", "").rstrip("/").rpartition("/")[2]
-    model = facts.model.rpartition("/")[2]
-    for pattern in (r"(?<![a-z0-9.])a?\d+(?:\.\d+)?[bm](?![a-z0-9])", r"\b(?:base|instruct)\b"):
-        said, meant = (set(re.findall(pattern, text.lower())) for text in (name, model))
-        if said and meant and said != meant:
-            message = f"{name} does not look like {model}: {', '.join(sorted(said))} against {', '.join(sorted(meant))}"
-            yield "HF_MODEL_CKPT", message, "give this model's checkpoint, or the other model's name"
-            return
+    if odd := unlike(name, facts.model):
+        message = f"{name} does not look like {facts.model.rpartition('/')[2]}: {odd}"
+        yield "HF_MODEL_CKPT", message, "give this model's checkpoint, or the other model's name"
 
 
 def unknown_names(facts: Facts) -> Found:
@@ -146,10 +127,11 @@ def unknown_names(facts: Facts) -> Found:
 
 
 def unread_arguments(facts: Facts) -> Found:
-    read = ("MLM_EXTRA_ARGS", *ARGUMENT_VARIABLES.get(facts.stage, ()))
+    name_of_run = "+".join(facts.run) or facts.stage
+    read = {name for stage in (facts.stage, *facts.run) for name in ARGUMENT_VARIABLES.get(stage, ())}
     for name in ("MLM_DATA_ARGS", "MLM_TRAIN_ARGS", "MLM_OPTIM_ARGS", "MLM_EVAL_ARGS", "MLM_RESUME_ARGS"):
         if name in facts.assigned and name not in read:
-            yield name, f"{facts.stage} does not read it", "MLM_EXTRA_ARGS is read by every stage"
+            yield name, f"{name_of_run} does not read it", "MLM_EXTRA_ARGS is read by every stage"
 
 
 def _family(facts: Facts, *names: str) -> bool:

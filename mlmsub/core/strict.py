@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from mlmsub.core.errors import UsageError
+from mlmsub.core.values import number
 
 T = TypeVar("T")
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -57,6 +58,8 @@ def build(cls: type[T], data: object, where: str) -> T:
 
 
 def _convert(value: object, hint: Any, where: str) -> Any:
+    if hint is object:  # its reader knows what it may be
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value in ("", "null", "~", None):
@@ -85,9 +88,9 @@ def _convert(value: object, hint: Any, where: str) -> Any:
             raise UsageError(f"{where}: must be true or false, not {value!r}")
         return _BOOLEANS[value.lower()]
     if hint is int:
-        if not value.isascii() or not value.isdigit():
+        if (said := number(value)) is None:
             raise UsageError(f"{where}: must be a whole number, not {value!r}")
-        return int(value)
+        return said
     return value
 
 

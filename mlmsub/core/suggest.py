@@ -42,10 +42,18 @@ class Suggestion:
         return shown or {"TP": "1"}
 
 
-def suggest(facts: Facts, nodes: Sequence[int] = FREE_NODES) -> list[Suggestion]:
-    """Every legal layout that fits, best first. With several numbers of nodes: the smallest on which any fits."""
+def suggest(facts: Facts, nodes: Sequence[int] = FREE_NODES, every: Sequence[Facts] = ()) -> list[Suggestion]:
+    """Every legal layout that fits, best first. With several numbers of nodes: the smallest on which any fits.
+
+    `every`: the facts of all stages of the run, for all of which a layout must be legal.
+    """
+    others = [one for one in every if one is not facts]
     for count in sorted(nodes):
-        found = [one for chosen in _candidates(facts, count) if (one := _judged(_uneven(_with(facts, chosen)), facts))]
+        found = [
+            one for chosen in _candidates(facts, count)
+            if all(rules.legal(_uneven(_with(other, chosen))) for other in others)
+            and (one := _judged(_uneven(_with(facts, chosen)), facts))
+        ]  # fmt: skip
         if found:
             return sorted(found, key=lambda one: one.rank)
     return []
@@ -83,12 +91,14 @@ def _candidates(facts: Facts, nodes: int) -> Iterator[Layout]:
 
 def _with(facts: Facts, chosen: Layout) -> Facts:
     """These facts with another layout, and the arguments that training it takes."""
-    args = dict(facts.args)
+    args, used = dict(facts.args), chosen
+    if facts.stage == "export":
+        used = Layout(pp=chosen.pp, nodes=chosen.nodes, gpus_per_node=chosen.gpus_per_node)
     if facts.stage in ("finetune", "train"):
         args["use-distributed-optimizer"] = "true"
     if chosen.tp > 1 and facts.experts and facts.trains:
         args["sequence-parallel"] = "true"
-    return replace(facts, asked=chosen, layout=chosen, args=args)
+    return replace(facts, asked=chosen, layout=used, args=args)
 
 
 def _uneven(facts: Facts) -> Facts:

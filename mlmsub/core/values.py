@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 _REGISTRY_HOST = re.compile(r"(?:[A-Za-z0-9-]+\.)+[A-Za-z0-9-]+(?::\d+)?|localhost(?::\d+)?|[A-Za-z0-9-]+:\d+")
+
+
+def number(text: str) -> int | None:
+    """The whole number from 0 on that this is, of at most 12 digits; else None."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else None
 
 
 @dataclass(frozen=True)
@@ -45,40 +49,27 @@ class Mount:
         return ":".join(filter(None, (self.source, self.target, self.flags)))
 
 
-@dataclass(frozen=True)
-class Image:
-    """A container image: a squashfs file or root directory on the cluster, or a registry reference.
+def image(text: str, *, base: str) -> str:
+    """A container image as Pyxis takes it: a squashfs file or root directory on the cluster, or a registry reference.
 
     Enroot takes everything before `#` as the registry. `nvcr.io/nvidia/x:1` without one is looked for at the
     default registry, so a first part that looks like a host becomes `nvcr.io#nvidia/x:1`.
+
+    Args:
+        text: what the user wrote, `docker://` in front or not. ValueError where it can be no image.
+        base: the directory, on the cluster, that a relative file name starts from; "" if there is none.
     """
-
-    kind: Literal["path", "registry"]
-    ref: str
-
-    @classmethod
-    def parse(cls, text: str, *, base: str) -> Image:
-        """`base` is the directory, on the cluster, that a relative file name starts from; "" if there is none."""
-        if not text or re.search(r"[\s\0,]", text):
-            raise ValueError(f"{text!r} is not an image: it is empty, or holds blanks or a comma")
-        if text.startswith(("/", "./", "../")) or text.endswith((".sqsh", ".squashfs")):
-            if not text.startswith("/") and not base:
-                raise ValueError(f"{text!r} must be an absolute path on the cluster")
-            path = text if text.startswith("/") else f"{base.rstrip('/')}/{text.removeprefix('./')}"
-            return cls("path", path)
-        text = text.removeprefix("docker://")
-        host, slash, rest = text.partition("/")
-        if "#" not in text and slash and _REGISTRY_HOST.fullmatch(host):
-            return cls("registry", f"{host}#{rest}")
-        return cls("registry", text)
-
-    def render(self) -> str:
-        return self.ref
-
-    @property
-    def shared_by_nodes(self) -> bool:
-        """Whether every node reads one file; else each node imports the image for itself."""
-        return self.kind == "path"
+    if not text or re.search(r"[\s\0,]", text):
+        raise ValueError(f"{text!r} is not an image: it is empty, or holds blanks or a comma")
+    if text.startswith(("/", "./", "../")) or text.endswith((".sqsh", ".squashfs")):
+        if not text.startswith("/") and not base:
+            raise ValueError(f"{text!r} must be an absolute path on the cluster")
+        return text if text.startswith("/") else f"{base.rstrip('/')}/{text.removeprefix('./')}"
+    text = text.removeprefix("docker://")
+    host, slash, rest = text.partition("/")
+    if "#" not in text and slash and _REGISTRY_HOST.fullmatch(host):
+        return f"{host}#{rest}"
+    return text
 
 
 @dataclass(frozen=True)

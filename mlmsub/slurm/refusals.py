@@ -33,16 +33,23 @@ _OURS = {
     "no-mount-source": ("{} is to be mounted, but is not there", "make it, or change USER_FSW, SANDBOX_DIR or the profile's `mounts`"),
     "no-setup": ("the env setup {} is not there on the cluster, or cannot be read", "give another --env-setup cluster:/path"),
     "parent-failed": ("{} has failed, so what waits for it would never start", "give another --after"),
+    "parent-succeeded": ("{} has succeeded, so what waits for its failure would never start", ""),
+    "parent-unknown": ("{}, which is to be waited for, is not submitted, or its run directory is gone", "submit it first"),
     "no-script": ("the script {} is not there", "SANDBOX_DIR is where scripts are looked for"),
     "not-unpacked": ("the run directory did not arrive whole: {}", "try again"),
     "PartitionTimeLimit": ("the partition does not allow that time limit, so job {} was cancelled", "set a shorter --time, or another --partition (see `sinfo -o '%P %l'`)"),
     "PartitionNodeLimit": ("the partition does not have that many nodes, so job {} was cancelled", "set --nodes, or another --partition (see `sinfo -o '%P %D'`)"),
     "no-sbatch": ("sbatch was not found on {}", "set the profile's `slurm_bin` to its folder, or `prelude` to what puts it on PATH (such as `module load slurm`)"),
-    "no-queue": ("an earlier attempt may have made the job, and squeue does not answer ({})", "repeat the same command later: it finds the job, or submits it"),
+    "twin-unknown": ("the same may be at work already, and squeue does not answer ({})", "repeat the command later, or give --new"),
+    "no-queue": ("this may be submitted already, and squeue does not answer ({})", "repeat the same command later: it finds the job, or submits it"),
 }  # fmt: skip
-
-
-_SLURMS = ("no-sbatch", "PartitionTimeLimit", "PartitionNodeLimit")
+_SLURMS = (
+    "no-sbatch",
+    "no-queue",
+    "twin-unknown",
+    "PartitionTimeLimit",
+    "PartitionNodeLimit",
+)  # the others the cluster lacks
 
 
 def ours(word: str, place: str, stderr: str = "") -> MlmsubError:
@@ -51,7 +58,7 @@ def ours(word: str, place: str, stderr: str = "") -> MlmsubError:
     message = message.format(place)
     if word == "no-sbatch" and stderr.strip():
         message += f"; the profile's prelude said: {stderr.strip().splitlines()[-1]}"
-    if word in ("no-sbatch", "no-queue"):
+    if word in _SLURMS:
         return SchedulerRefused(message, fix=fix, stderr=stderr, may_exist=word == "no-queue")
     return ClusterLacks(message, fix=fix)
 

@@ -1,7 +1,7 @@
 """How mlmsub reaches the cluster: `open()` gives one `Transport`, whatever lies between.
 
-Rooms: `local` (this machine), `ssh_paramiko` (SSH without an ssh program), `openssh` (the user's own ssh);
-`testing` has a fake for tests. paramiko is imported when a connection by it is opened, not before.
+Rooms: `local` (this machine), `ssh_paramiko` (SSH without an ssh program), `openssh` (the user's own ssh). paramiko is
+imported when a connection by it is opened, not before.
 """
 
 from __future__ import annotations

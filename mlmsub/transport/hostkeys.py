@@ -164,7 +164,7 @@ class KnownHosts:
         if not accept_new or not self.files:
             raise HostKeyUnknown(
                 f"the host key is not known ({shown}); nothing was sent",
-                fix=UNKNOWN_KEY_FIX,
+                fix="; ".join((UNKNOWN_KEY_FIX, *self.warnings)),
                 where=where,
                 key_type=key_type,
                 fingerprint=fingerprint(key),

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Starts a run under the profile `local`: waits for its parents, then runs the job script with the variables that
 # Slurm would set. Its process id is the job id, and the id of its session, by which `mlmsub cancel` ends all of it.
-# usage: start.sh NTASKS JOB_NAME STAMP PARENT_RUN_DIRECTORIES, the last one a line each
+# usage: start.sh NTASKS JOB_NAME STAMP PARENTS, the last one a line `CONDITION RUN_DIRECTORY` each
 run=$(builtin cd "${BASH_SOURCE[0]%/*}/.." && pwd) || exit 1
 export SLURM_JOB_ID=$$ SLURM_NTASKS=$1 SLURM_NNODES=1 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=127.0.0.1 PATH=$run/local:$PATH
 exec >>"$run/logs/$2_$$_$3.log" 2>&1 </dev/null
-while IFS= read -r parent; do
+while read -r _ parent; do
     [[ $parent ]] || continue
     until [[ -s $parent/state/end ]]; do
         if ! kill -0 "$(<"$parent/state/submitted")" 2>/dev/null; then
@@ -13,12 +13,5 @@ while IFS= read -r parent; do
         fi
         sleep 0.2
     done
-    read -r code _ 2>/dev/null <"$parent/state/end" || code=1
-    if ((code != 0)); then
-        echo "mlmsub: not started: the run ${parent##*/} failed"
-        mkdir -p "$run/state" && ln -sT $$ "$run/state/job"
-        echo "never $$ 0" >"$run/state/end"
-        exit 1
-    fi
 done <<<"$4"
 exec bash "$run/job.sbatch"

@@ -18,8 +18,9 @@ srun --help 2>/dev/null </dev/null | sed -n 's/.*--\(\(no-\)\{0,1\}container-[a-
 scontrol show config 2>/dev/null </dev/null |
     sed -n 's/^\(WaitTime\|KillWait\|KillOnBadExit\|EnforcePartLimits\|PreemptMode\|JobRequeue\|MaxArraySize\) *= */\1=/p' |
     while IFS= read -r line; do say config "$line"; done
-scontrol show partition 2>/dev/null </dev/null | tr ' ' '\n' | sed -n 's/^GraceTime=/GraceTime=/p' | sort -u |
-    while IFS= read -r line; do say config "$line"; done
+scontrol show partition -o 2>/dev/null </dev/null |
+    sed -n 's/^PartitionName=\([^ ]*\).* GraceTime=\([^ ]*\).* PreemptMode=\([^ ]*\).*/\1|\3|\2/p' |
+    while IFS= read -r line; do say preempt "$line"; done
 if sacct -n -X -S now >/dev/null 2>&1 </dev/null; then say sacct yes; else say sacct no; fi
 ask account sacctmgr -n -P show user "$(id -un)" format=DefaultAccount
 ask association sacctmgr -n -P show assoc user="$(id -un)" format=Account,Partition,QOS

@@ -7,10 +7,13 @@ ended() {
     job=$(readlink "$run_dir/state/job") || job=$submitted # an sbatch that was late may have made the job that runs
     [ ! -s "$run_dir/state/end" ] || return 0
     if [ -e "$run_dir/local" ]; then ! kill -0 "$job" 2>/dev/null; return; fi
-    # done also where the job ended without a last word: cancelled, out of time, its node lost
-    state=$(squeue ${clusters:+-M "$clusters"} -h -t all -j "$job" -o %T 2>&1 </dev/null | tail -n 1)
-    case $state in '' | *Invalid\ job\ id* | CANCELLED | COMPLETED | FAILED | TIMEOUT | NODE_FAIL | OUT_OF_MEMORY | PREEMPTED | DEADLINE | BOOT_FAIL) return 0 ;; esac
-    return 1
+    # done also where all its jobs ended without a last word: cancelled, out of time, their nodes lost
+    links=
+    read -r _ links 2>/dev/null <"$run_dir/state/submitted"
+    for id in "$job" $links; do
+        state=$(squeue ${clusters:+-M "$clusters"} -h -t all -j "$id" -o %T 2>&1 </dev/null | tail -n 1)
+        case $state in '' | *Invalid\ job\ id*) ;; *) is_final "$state" || return ;; esac
+    done
 }
 set -- "$run_dir"/logs/*.log
 submitted=$job
@@ -18,7 +21,7 @@ submitted=$job
 told=
 while :; do
     if [ -n "$follow" ] && [ -z "$told" ] && ! [ -f "$1" ]; then
-        echo "waiting for job $job to start: $(squeue ${clusters:+-M "$clusters"} -h -j "$job" -o '%T (%r)' 2>/dev/null </dev/null)" >&2
+        echo "waiting for job $job to start: $(ask_queue -j "$job" -o '%T (%r)')" >&2
         told=1
     fi
     if ended; then last=1; else last=; fi
