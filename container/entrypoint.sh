@@ -40,7 +40,8 @@ __mlm_ended() { # WHERE
 __mlm_options=$(set +o; shopt -p)
 __mlm_at='' __mlm_was='' __mlm_where=''
 while read -r __mlm_file <&9; do
-    builtin cd "$MLMSUB_RUN_DIR/${__mlm_file%/*}" || __mlm_die 73 "cannot enter the run directory $MLMSUB_RUN_DIR"
+    builtin cd "$MLMSUB_RUN_DIR/${__mlm_file%/*}" || 
+        __mlm_die 73 "cannot enter $MLMSUB_RUN_DIR/${__mlm_file%/*} (secrets are gone once a run has ended)"
     trap '__mlm_where=$__mlm_was; __mlm_ended "$__mlm_where"' EXIT # its first command fires DEBUG once more
     trap '__mlm_was=$__mlm_at __mlm_at="${BASH_SOURCE[0]:-} line $LINENO"' DEBUG
     set -aT
@@ -161,5 +162,13 @@ else
 fi
 export PYTHONPATH=${PYTHONPATH-}
 
-trap 'exit 143' TERM # runs when the command has ended, which gets the signal too
+# The command gets SIGTERM too. What it then leaves is its own only if it is 0, for all is saved: the rest follows from
+# another rank's failure, or from Slurm. A script whose ranks get a signal before the time limit lives through it, as
+# it has to, shells of its own included; the program that acts on the signal sets its own handler.
+__mlm_term=''
+trap '__mlm_term=1' TERM
+[[ -z ${MLMSUB_SCRIPT_SIGNAL-} ]] || trap '' "$MLMSUB_SCRIPT_SIGNAL"
 "${__mlm_command[@]}"
+__mlm_code=$?
+[[ -z $__mlm_term || $__mlm_code == 0 ]] || exit 143
+(builtin exit "$__mlm_code")

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,10 @@ class Env:
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._variables = os.environ if variables is None else variables
+
+    def changed(self, **values: str) -> "Env":
+        """These variables with some others in their place; "" unsets one."""
+        return Env(ChainMap(values, dict(self._variables)))
 
     def text(self, name: str, default: str | None = None) -> str | None:
         return self._variables.get(name, "").strip() or default

@@ -1,1 +1,1 @@
-"""One file per stage, each with ``run(job)``."""
+"""One file per stage, each with a class ``Stage``."""

@@ -1,69 +1,92 @@
-"""export: write the Megatron checkpoint MLM_MODEL_CKPT as a Hugging Face checkpoint, quantized or not."""
+"""export: write a Megatron model as a Hugging Face checkpoint, quantized or not.
+
+The model is the checkpoint MLM_MODEL_CKPT, or that of the stage before in the same run.
+"""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlmsub.runtime import checkpoint, distributed, formats, hf, hf_check, outputs
+from mlmsub.runtime import distributed, outputs
+from mlmsub.runtime.checkpoints import checkpoint, draft_export, hf, hf_check, hf_export
 from mlmsub.runtime.env import Env, Layout
 from mlmsub.runtime.errors import StageError
 from mlmsub.runtime.progress import say
-from mlmsub.runtime.session import Job, Session, start
+from mlmsub.runtime.quantization import formats
+from mlmsub.runtime.session import Job, Session
+from mlmsub.runtime.stage import BaseStage
 
 
-def run(job: Job) -> None:
+class Stage(BaseStage):
     """``export MODEL``"""
-    env = job.env
-    if job.words:
-        raise StageError("export", f"takes a model only, not {job.words}.")
-    conf = job.conf()
-    ckpt = Path(env.required("MLM_MODEL_CKPT", "give the Megatron checkpoint to export."))
-    here = checkpoint.folder(ckpt)
-    local_source = hf.check_source(env.text("HF_MODEL_CKPT"))
-    target = env.work_path("EXPORT_DIR", "_export", job.model)
-    output = outputs.Output(env, "EXPORT_DIR", target, hf.INDEX)
-    output.check(MLM_MODEL_CKPT=ckpt, HF_MODEL_CKPT=local_source)
-    layout = _layout(env)
-    if env.rank >= layout.pp:
-        print(
-            f"rank {env.rank}: export uses {layout.pp} of {env.world_size} processes; not this one",
-            flush=True,
+
+    makes = "EXPORT_DIR"
+    takes_live = gives_live = True
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.ckpt: Path = Path(self.env.required(checkpoint.FIELD, "give the Megatron checkpoint to export."))
+        self.target = self.output("_export", hf.INDEX)
+        asked = self.env.layout()
+        if asked != self.layout:
+            say(f"INFO: export runs with TP=1 CP=1 EP=1 ETP=1 (asked: {asked}); PP={self.layout.pp} is kept")
+        if self.layout.pp > self.env.world_size:
+            raise StageError("PP", f"{self.layout.pp} is more than the {self.env.world_size} processes of this run.")
+        self.defaults = ["--use-cpu-initialization"]
+
+    @classmethod
+    def place(cls, env: Env) -> tuple[Layout, int | None]:
+        """TP, EP and CP are 1: the exporter writes whole tensors, and splits the model by layers only."""
+        layout = Layout(pp=env.layout().pp)
+        return layout, layout.pp
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        group = parser.add_argument_group("export")
+        group.add_argument(
+            "--export-vllm-fq",
+            action="store_true",
+            help="weights quantized and dequantized, and quantizer_state.pth, for vLLM with modelopt's fake quantizers",
         )
-        return
+        group.add_argument(draft_export.FLAG, action="store_true", help="write the draft alone, for vLLM and SGLang")
 
-    with start(job, conf, layout, _add_arguments, ["--use-cpu-initialization"], world_size=layout.pp) as session:
+    def run(self, session: Session, model: Any = None) -> Any:
+        """Write the model, and read what was written; the model is as it was."""
         _refuse_split_tensors(session.args)
-        checkpoint.require_complete(ckpt)
-        if env.rank == 0:
-            output.begin()
-        distributed.barrier()
-        model = _load(job, session, here)
-        quantized = formats.check_calibrated(model)
-        unknown = formats.not_exported(model)
-        if unknown:
-            raise StageError("MLM_MODEL_CKPT", f"{here} is in format {unknown}, which is not exported yet.")
-        with job.steps("export", f"to {target}"):
-            hf.export_weights(model, session.source, session.conf, session.args.params_dtype, output.part)
-            distributed.barrier()
-        if env.rank == 0:
-            with job.steps("check"):
-                say(hf_check.check(output.part, session.source, quantized > 0))
-                for file in output.part.glob("model-*-of-*.json"):
-                    file.unlink()  # the exporter's own notes, all of them in the index
-                output.publish()
-        distributed.barrier()
-    outputs.finish(env, job.stage, job.model, {"EXPORT_DIR": str(target)}, job.steps)
+        if session.args.export_extra_modules:
+            draft_export.run(self, self.target, session.source)
+            return model
+        self.begin(self.target)
+        fake_quant = session.args.export_vllm_fq
+        with self._on_cpu(session, model) as here:
+            quantized = _check_formats(here, self.origin(session), fake_quant)
+            kv_cache = hf_export.has_kv_cache(here)
+            with self.job.steps("export", f"to {self.target.target}"):
+                hf_export.export_weights(
+                    here, session.source, session.conf, session.args.params_dtype, self.target.part, fake_quant
+                )
+        with self.job.steps("check", "what was written"):
+            _check(self.target, session.source, quantized, kv_cache, fake_quant)
+        self.publish(self.target)
+        return model
 
+    @contextmanager
+    def _on_cpu(self, session: Session, live: Any) -> Iterator[Any]:
+        """The model in host memory, where the formats are computed the same whatever GPU there is."""
+        from mlmsub.runtime.models.model import build
 
-def _layout(env: Env) -> Layout:
-    """TP, EP and CP are 1 here: the exporter writes whole tensors, and splits the model by layers only."""
-    asked = env.layout()
-    layout = Layout(pp=asked.pp)
-    if asked != layout:
-        say(f"INFO: export runs with TP=1 CP=1 EP=1 ETP=1 (asked: {asked}); PP={layout.pp} is kept")
-    if layout.pp > env.world_size:
-        raise StageError("PP", f"{layout.pp} is more than the {env.world_size} processes of this run.")
-    return layout
+        if live is None:
+            folder = checkpoint.folder(self.ckpt)
+            with self.job.steps("load", f"from {folder}, into host memory"):
+                model = build(session.args, session.conf, "cpu")
+                checkpoint.load(model, folder)
+            yield model
+            return
+        device = next(live.parameters()).device
+        live.to("cpu")
+        yield live
+        live.to(device)
 
 
 def _refuse_split_tensors(args: Namespace) -> None:
@@ -72,14 +95,25 @@ def _refuse_split_tensors(args: Namespace) -> None:
         raise StageError("MLM_EXTRA_ARGS", "export needs TP=1, EP=1 and CP=1.", "leave these sizes out.")
 
 
-def _load(job: Job, session: Session, here: Path) -> Any:
-    from mlmsub.runtime.model import build
+def _check_formats(model: Any, origin: str, fake_quant: bool) -> bool:
+    """Is the model quantized? Raise if it lacks a range, or is in a format that cannot be written."""
+    quantized = formats.check_calibrated(model) > 0
+    if formats.compressed(model):
+        raise StageError("MLM_MODEL_CKPT", f"{origin} was made with --compress.", "quantize again without it.")
+    if fake_quant and not quantized:
+        raise StageError("--export-vllm-fq", f"{origin} is not quantized.", "quantize it first, or leave the flag out.")
+    unknown = "" if fake_quant else formats.not_exported(model)
+    if unknown:
+        raise StageError("MLM_MODEL_CKPT", f"{origin} is in format {unknown}, which is not exported yet.")
+    return quantized
 
-    with job.steps("load", f"from {here}, into host memory"):
-        model = build(session.args, session.conf, "cpu")
-        checkpoint.load(model, here)
-    return model
 
+def _check(output: outputs.Output, source: Path, quantized: bool, kv_cache: bool, fake_quant: bool) -> None:
+    """Rank 0 reads what was written; all ranks raise what it finds, since they are about to meet again."""
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    """export has no flags of its own."""
+    def look() -> None:
+        if fake_quant:
+            say(f"{hf_check.check_ranges(output.part / hf_export.RANGES)} ranges in {hf_export.RANGES}")
+        say(hf_check.check(output.part, source, quantized and not fake_quant, kv_cache and not fake_quant))
+
+    distributed.on_main(look)

@@ -28,9 +28,17 @@ def install() -> None:
     # one function per name: torch._dynamo refuses an object that stands for two torch functions
     for owner, name in (
         (cuda, "set_device"), (cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "manual_seed"),
-        (cuda, "set_rng_state"), (cuda.nvtx, "range_push"), (cuda.nvtx, "range_pop"),
+        (cuda, "set_rng_state"), (cuda, "reset_peak_memory_stats"), (cuda.nvtx, "range_push"), (cuda.nvtx, "range_pop"),
     ):  # fmt: skip
         setattr(owner, name, _nothing())
+    # streams and events order work on a GPU; on a CPU it is done when the call returns
+    stream = SimpleNamespace(
+        wait_stream=_nothing(), wait_event=_nothing(), record_event=_nothing(), synchronize=_nothing()
+    )
+    cuda.current_stream = lambda *_args, **_kwargs: stream
+    # a class, since annotations name it
+    cuda.Stream = type("Stream", (), {"__new__": lambda *_args, **_kwargs: stream})
+    cuda.stream = lambda *_args, **_kwargs: nullcontext()
     torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
     tracker: Any = random.CudaRNGStatesTracker
     tracker.add = _nothing()
@@ -60,6 +68,9 @@ def _redirect_mode() -> Any:
                 kwargs["device"] = moved(kwargs["device"])
             if function is torch.Tensor.to:
                 args = tuple(moved(value) for value in args)
+            if function is torch.Tensor.type and len(args) == 1:
+                # the optimizers tell half precision by the names of CUDA's tensor types
+                return function(*args, **kwargs).replace("torch.", "torch.cuda.", 1)
             return function(*args, **kwargs)
 
     return OnCpu()

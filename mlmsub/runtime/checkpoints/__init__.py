@@ -1,0 +1,1 @@
+"""Checkpoints on disk: Hugging Face's and Megatron's, in and out."""

@@ -1,0 +1,1 @@
+"""Training data: records, answers, packed rows."""

@@ -1,0 +1,1 @@
+"""Decoding with a static key/value cache, prompts, sampling."""

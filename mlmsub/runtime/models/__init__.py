@@ -1,0 +1,1 @@
+"""Megatron models: their layers, their draft, and what the libraries need to build them anywhere."""

@@ -1,0 +1,1 @@
+"""Formats, calibration, and the checks of a quantized model."""
