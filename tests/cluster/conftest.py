@@ -94,12 +94,11 @@ def account(lab: Lab) -> Iterator[Callable[[str, str], Account]]:
     made: list[Account] = []
 
     def make(shell: str, startup: str) -> Account:
-        name = f"mlmr{os.getpid() % 10000}{len(made)}{Path(shell).name}"
-        user = make_account(name, shell, lab.shared / "home" / name)
+        user = make_account("mlmr", shell, lab.shared / "home")
         made.append(user)
         (user.home / f".{Path(shell).name}rc").write_text(startup)
         return user
 
     yield make
     for user in made:
-        remove_account(user.name)
+        remove_account(user)

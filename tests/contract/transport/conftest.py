@@ -98,13 +98,12 @@ def account(room: Path) -> Iterator[Callable[[str], Account]]:
         if path is None:
             pytest.skip(f"{shell} is not installed")
         if shell not in made:
-            name = f"mlmt{os.getpid() % 10000}{shell}"
-            made[shell] = make_account(name, path, room / "home" / name)
+            made[shell] = make_account("mlmt", path, room / "home")
         return made[shell]
 
     yield get
     for user in made.values():
-        remove_account(user.name)
+        remove_account(user)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -128,7 +129,10 @@ class Account:
     shell: str
 
 
-def make_account(name: str, shell: str, home: Path) -> Account:
+def make_account(prefix: str, shell: str, homes: Path) -> Account:
+    # not numbered by process: a run that was killed leaves its homes where the next one works, and numbers come back
+    name = f"{prefix}{secrets.token_hex(4)}{Path(shell).name}"
+    home = homes / name
     call("useradd", "--no-create-home", "--home-dir", home, "--shell", shell, name)
     home.mkdir(parents=True)
     call("chpasswd", input=f"{name}:{PASSWORD}\n")
@@ -136,8 +140,9 @@ def make_account(name: str, shell: str, home: Path) -> Account:
     return Account(name, home, shell)
 
 
-def remove_account(name: str) -> None:
-    call("userdel", "--force", name)  # a process of it may still be ending
+def remove_account(account: Account) -> None:
+    call("userdel", "--force", account.name)  # a process of it may still be ending
+    shutil.rmtree(account.home, ignore_errors=True)
 
 
 @dataclass
