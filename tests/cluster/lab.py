@@ -10,6 +10,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,6 +107,16 @@ class Lab:
     def stop(self) -> None:
         """End all jobs and daemons; the files stay."""
         self._script("slurm-cluster.sh", "stop")
+
+    def end(self, daemon: str, sent: signal.Signals = signal.SIGTERM) -> None:
+        """End slurmctld, or the slurmd of a node by the node's name, and wait until it is gone."""
+        pid = int((self.directory / f"run/{daemon}.pid").read_text())
+        os.kill(pid, sent)
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{pid}").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{daemon} (pid {pid}) does not end")
+            time.sleep(POLL_S)
 
     def run(
         self,

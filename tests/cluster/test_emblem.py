@@ -97,7 +97,5 @@ def test_the_native_stages_render_for_real_hardware(
     assert shown["values"] | said == shown["values"]
     assert "num-layers: 61" in shown["files"]["conf/model.yaml"]
     assert shown["files"]["env/setup.sh"]
-    assert [issue["code"] for issue in shown["issues"] if issue["severity"] == "error"] == (
-        ["stage-not-native"] if stage == "eagle3" else []
-    )
+    assert [issue["code"] for issue in shown["issues"] if issue["severity"] == "error"] == []
     assert not mlm.run("list").stdout.startswith("run ")

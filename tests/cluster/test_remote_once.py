@@ -13,9 +13,11 @@ from laptop import Laptop
 
 WORK = "echo once >>/workspace/scratch/$SLURM_JOB_NAME\n"
 
-# Stands before the real sbatch; what it does at its first call is the test's, later calls are sbatch's own.
+# Stands before the real sbatch; what it does at one call is the test's, other calls are sbatch's own.
 SBATCH = """#!/bin/bash
-mkdir {state}/called 2>/dev/null || exec /usr/bin/sbatch "$@"
+call=1
+until mkdir {state}/call-$call 2>/dev/null; do ((call += 1)); done
+((call == {number})) || exec /usr/bin/sbatch "$@"
 cut() {{ # end the connection that this command came over
     pid=$PPID
     until [[ $(ps -o comm= -p "$pid") == sshd ]]; do pid=$(ps -o ppid= -p "$pid" | tr -d ' '); done
@@ -71,12 +73,12 @@ def through(laptop: Laptop, cut: Cut) -> None:
     laptop.configure(f"Port {cut.port}", f"HostKeyAlias [127.0.0.1]:{laptop.server.port}")
 
 
-def first_sbatch(laptop: Laptop, does: str) -> None:
-    """Let the next sbatch do this in place of submitting."""
+def first_sbatch(laptop: Laptop, does: str, number: int = 1) -> None:
+    """Let the next sbatch, or the one of this number, do this in place of submitting."""
     state = laptop.there / "state"
     state.mkdir()
     state.chmod(0o777)
-    laptop.script("bin/sbatch", SBATCH.format(state=state, first=does))
+    laptop.script("bin/sbatch", SBATCH.format(state=state, first=does, number=number))
     laptop.profile(slurm_bin=str(laptop.sandbox / "bin"))
 
 
@@ -149,6 +151,37 @@ def test_an_answer_that_never_came(laptop: Laptop, first: str) -> None:
         assert again["run_id"] != run["run_id"] and not again["existed"]
         laptop.lab.wait(again["job_id"])
         assert (laptop.scratch / laptop.home.parent.name).read_text() == "once\n" * 2
+
+
+@pytest.mark.parametrize(
+    "second",
+    ["cut; kill -9 $PPID", '/usr/bin/sbatch "$@" >/dev/null; cut; sleep 1; kill -9 $PPID'],
+    ids=["killed-before-sbatch", "killed-after-sbatch"],
+)
+def test_a_chain_that_is_cut_between_two_links(laptop: Laptop, second: str) -> None:
+    laptop.script("work.sh", WORK)
+    first_sbatch(laptop, second, number=2)
+    submit = ("script", "--chain", "2", "--sbatch-arg=--hold", "--job-name", "chain", "--", "work.sh")
+    assert laptop.run("submit", *submit, check=False).returncode == 4
+    assert laptop.run("status", check=False).stdout.count("repeat its command") == 1
+    run = laptop.submit(*submit)
+    links = [run["job_id"], *run["links"]]
+    assert run["existed"] and sorted(jobs_of(laptop, run["run_id"])) == links and len(links) == 3
+    for job in reversed(links):  # the first takes the others away when it is done
+        laptop.lab.run(["scontrol", "release", job])
+    assert [laptop.lab.wait(job).state for job in links] == ["COMPLETED", "CANCELLED", "CANCELLED"]
+    assert (laptop.scratch / "chain").read_text() == "once\n"
+    assert len(laptop.records()) == 1
+
+
+def test_a_chain_of_which_a_link_is_refused(laptop: Laptop) -> None:
+    laptop.script("work.sh", f"sleep 5; {WORK}")
+    first_sbatch(laptop, 'exec /usr/bin/sbatch --partition=none "$@"', number=2)
+    done = laptop.run("submit", "script", "--chain", "2", "--job-name", "refused", "--", "work.sh", check=False)
+    assert done.returncode == 5 and "partition does not exist" in done.stderr
+    assert laptop.records() == [] and list(laptop.scratch.glob(".mlmsub/runs/*/*")) == []
+    assert laptop.lab.run("squeue -h -o %j | grep -c refused", check=False).stdout == "0\n"
+    assert not (laptop.scratch / "refused").exists()
 
 
 @pytest.mark.parametrize("late_one_first", [True, False], ids=["late-claims", "late-finds-it-claimed"])

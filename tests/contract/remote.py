@@ -41,6 +41,11 @@ class Cluster:
 
     path = ""
 
+    def queue(self, *jobs: tuple[str, str, str, str]) -> None:
+        """squeue knows these: id, state, working directory and command, the last as in the run's job.sbatch."""
+        (self.folder / "queue").write_text("".join(f"{'|'.join(job)}\n" for job in jobs))
+        self.program("squeue", f"cat {self.folder}/queue")
+
     def run(
         self,
         name: str,

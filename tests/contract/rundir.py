@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 from mlmsub.app import resources
@@ -54,9 +55,18 @@ class RunDir:
     # --- the job script -----------------------------------------------------------------
 
     def job(
-        self, *, restart: int | None = None, job_id: str = "", env: dict[str, str] | None = None, script: str = ""
+        self,
+        *links: str,
+        restart: int | None = None,
+        job_id: str = "",
+        env: dict[str, str] | None = None,
+        script: str = "",
+        log: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run job.sbatch (or `script`, a changed one) as slurmstepd would; srun and scontrol are stand-ins."""
+        """Run job.sbatch (or `script`, a changed one) as slurmstepd would; srun and scontrol are stand-ins.
+
+        `links` are the jobs of its chain that came before.
+        """
         if not (self.bin / "scontrol").exists():
             self.program("scontrol", "echo node1; echo node2; [[ $1-$2 == show-hostnames ]]")
         if not (self.bin / "srun").exists():
@@ -65,15 +75,21 @@ class RunDir:
             "PATH": f"{self.bin}:/usr/bin:/bin", "HOME": "/home/me", "SLURM_JOB_ID": job_id or self.job_id,
             "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2",
         } | ({} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}) | (env or {})  # fmt: skip
-        return subprocess.run(
-            ["/bin/bash", "-c", script] if script else ["/bin/bash", str(self.dir / "job.sbatch")],
-            cwd=self.dir, env=variables, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        argv = ["/bin/bash", "-c", script] if script else ["/bin/bash", str(self.dir / "job.sbatch"), *links]
+        with log.open("a") if log else nullcontext(subprocess.PIPE) as out:
+            return subprocess.run(argv, cwd=self.dir, env=variables, stdout=out, stderr=out, text=True, timeout=60)
 
     def srun(self, body: str = "exit 0") -> None:
-        """A stand-in that keeps its arguments and environment, then does `body`."""
+        """A stand-in that keeps its arguments and environment, then does `body`.
+
+        All ranks have ended well, but for the first two where `body` starts those.
+        """
+        first = 2 if '"$@"' in body else 0
+        codes = f"echo 0 >{self.dir}/state/$MLMSUB_RESTART/rank-$i"
+        ended_well = f"for ((i = {first}; i < {self.spec.ntasks}; i++)); do {codes}; done"
         self.program(
-            "srun", f'printf "%s\\0" "$@" >"{self.folder}/srun.argv"; env -0 >"{self.folder}/srun.env"\n{body}'
+            "srun",
+            f'printf "%s\\0" "$@" >"{self.folder}/srun.argv"; env -0 >"{self.folder}/srun.env"\n{ended_well}\n{body}',
         )
 
     @property

@@ -216,8 +216,27 @@ def test_a_prelude_may_use_what_is_not_set(run_dir: Make) -> None:
     assert run_dir(prelude='if [ -n "$LMOD_CMD" ]; then echo; fi').job().returncode == 0
 
 
+@pytest.mark.parametrize("how", ["set -e", "set -Cf -o pipefail", "shopt -s failglob nullglob"])
+def test_what_a_prelude_sets_does_not_hold_for_the_job(run_dir: Make, how: str) -> None:
+    """Its second start, above all, finds much that is there already."""
+    made = run_dir(prelude=how)
+    shown = "JobState=RUNNING Restarts=1 PreemptTime=None"
+    made.program("scontrol", f'[[ $2 == hostnames ]] && echo node1 || echo "{shown}"')
+    made.srun("exit 143")
+    assert made.job().returncode == 143 and not (made.dir / "state/end").exists()
+    made.srun()
+    assert made.job(restart=1).returncode == 0
+    assert (made.dir / "state/end").read_text() == f"0 {made.job_id} 1\n"
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 1), (3, 3)])
+def test_a_prelude_that_ends_the_job_is_no_success(run_dir: Make, code: int, told: int) -> None:
+    done = run_dir(prelude=f"exit {code}").job()
+    assert done.returncode == told and f"the prelude of the profile has ended the job ({code})" in done.stderr
+
+
 def test_a_prelude_may_use_any_name(run_dir: Make) -> None:
-    made = run_dir(prelude="run=1 state=2 restart=3 code=4")
+    made = run_dir(prelude="run=1 state=2 restart=3 code=4 link=5; set -- a b")
     assert made.job().returncode == 0
     assert (made.dir / "state/end").read_text() == f"0 {made.job_id} 0\n"
 

@@ -51,12 +51,13 @@ def bf16(stage: Runner, source: Path, folder: Path) -> Path:
     """The tiny model as an unquantized Megatron checkpoint."""
     import torch
 
-    from mlmsub.runtime import checkpoint, hf, model
+    from mlmsub.runtime.checkpoints import checkpoint, hf_import
+    from mlmsub.runtime.models import model
 
     part = folder / "bf16"
     part.mkdir()
     with session(stage, source) as opened:
         made = model.build(opened.args, opened.conf, "cpu")
-        hf.import_weights(made, source, opened.conf, torch.bfloat16)
+        hf_import.import_weights(made, source, opened.conf, torch.bfloat16)
         checkpoint.save(made, opened.args, part)
     return part

@@ -8,11 +8,13 @@ import contextlib
 import io
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -46,8 +48,8 @@ class Result:
 class Runner:
     """Runs stages with run directories under one folder."""
 
-    def __init__(self, folder: Path, conf: Path) -> None:
-        self.folder, self.conf, self.count = folder, conf, 0
+    def __init__(self, folder: Path, conf: Path, model: str = MODEL) -> None:
+        self.folder, self.conf, self.model, self.count = folder, conf, model, 0
 
     def run_dir(self, conf: Path | None = None) -> Path:
         self.count += 1
@@ -72,15 +74,12 @@ class Runner:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(out),
         ):
-            code = runtime.main([words[0], MODEL, *words[1:]])
+            code = runtime.main([words[0], self.model, *words[1:]])
         return Result(code, out.getvalue(), run_dir)
 
     def ranks(self, *words: str, **variables: object) -> Result:
         """Run it as two processes."""
         run_dir = self.run_dir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         if words[0] == "export":
             variables = {"MLM_EXTRA_ARGS": "", **variables}
         environment = self.environment(run_dir, variables)
@@ -88,9 +87,9 @@ class Runner:
             "PYTHONPATH": str(ROOT),
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
         }
-        command = [sys.executable, "-m", "mlmsub.runtime", words[0], MODEL, *words[1:]]
+        command = [sys.executable, "-m", "mlmsub.runtime", words[0], self.model, *words[1:]]
         processes = [
             subprocess.Popen(
                 command,
@@ -105,6 +104,33 @@ class Runner:
         return Result(max(process.returncode for process in processes), "".join(outs), run_dir)
 
 
+def result_of_pair(run_dir: Path) -> Result:
+    """What two processes left in their run directory: each its exit code and its log."""
+    ended = [run_dir / f"code{rank}" for rank in range(2)]
+    code = max(int(file.read_text()) for file in ended) if all(file.exists() for file in ended) else -1
+    logs = [run_dir / f"rank{rank}" for rank in range(2)]
+    return Result(code, "".join(log.read_text() for log in logs if log.exists()), run_dir)
+
+
+def wait(processes: list[subprocess.Popen]) -> None:
+    """Until both have ended; one that fails leaves the other in a collective, which is then ended too."""
+    end = time.monotonic() + 300
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > end or any(process.poll() for process in processes):
+            for process in processes:
+                process.kill()
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    """A port below those that the kernel gives to connections, which may take one before the ranks come to it."""
+    while True:
+        port = random.randrange(10000, 27000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def make_tokenizer(folder: Path) -> int:
     """A small byte-level BPE tokenizer, trained on the built-in calibration text; returns its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -116,7 +142,7 @@ def make_tokenizer(folder: Path) -> int:
     trainer = trainers.BpeTrainer(
         vocab_size=512, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    tokenizer.train([str(ROOT / "mlmsub" / "runtime" / "calibration.txt")], trainer)
+    tokenizer.train([str(ROOT / "mlmsub" / "runtime" / "quantization" / "calibration.txt")], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
     fast.save_pretrained(folder)
     return len(fast)
@@ -193,16 +219,16 @@ def make_latent_conf(file: Path) -> Path:
 
 
 @contextlib.contextmanager
-def session(stage: Runner, source: Path) -> Iterator:
+def session(stage: Runner, source: Path, **given: object) -> Iterator:
     """The session that a stage works in, for tests of the rooms below the stages."""
     from mlmsub.runtime.env import Env
     from mlmsub.runtime.progress import Steps
     from mlmsub.runtime.session import Job, start
     from mlmsub.runtime.stages import quantize
 
-    variables = stage.environment(stage.run_dir(), {"HF_MODEL_CKPT": source})
+    variables = stage.environment(stage.run_dir(), {"HF_MODEL_CKPT": source, **given})
     with mock.patch.dict(os.environ, variables, clear=True):
-        job = Job("quantize", MODEL, [], Env(), Steps())
+        job = Job("quantize", stage.model, [], Env(), Steps())
         with start(job, job.conf(), job.env.layout(), quantize._add_arguments, []) as opened:
             yield opened
 
@@ -215,6 +241,29 @@ def tensors(folder: Path) -> dict:
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
     return found
+
+
+def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
+    """Give a Hugging Face checkpoint folder other tensors, in one file."""
+    from safetensors.torch import save_file
+
+    made = {name: tensor.contiguous().clone() for name, tensor in change(tensors(folder)).items()}
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
+        file.unlink()
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_bf16(folder: Path) -> Path:
+    """The checkpoint as published ones are: bf16, but for the router's correction bias."""
+    rewrite(
+        folder,
+        lambda found: {
+            name: t if name.endswith("e_score_correction_bias") else t.bfloat16() for name, t in found.items()
+        },
+    )
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
+    return folder
 
 
 def logits(model: object, ids: object) -> object:

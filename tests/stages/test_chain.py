@@ -14,11 +14,12 @@ QUANTIZED = LAYERS * 7  # q, k, v, o, gate, up, down
 def test_imported_model_computes_what_transformers_does(stage: Runner, source: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from mlmsub.runtime import hf, model
+    from mlmsub.runtime.checkpoints import hf_import
+    from mlmsub.runtime.models import model
 
     with session(stage, source) as opened:
         ours = model.build(opened.args, opened.conf, "cpu")
-        hf.import_weights(ours, source, opened.conf, torch.bfloat16)
+        hf_import.import_weights(ours, source, opened.conf, torch.bfloat16)
         got = logits(ours, IDS)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     with torch.no_grad():
@@ -41,11 +42,13 @@ def test_quantize_tells_what_it_did(fp8: Result, folder: Path) -> None:
 def test_quantized_checkpoint_reloads_bit_equal(stage: Runner, source: Path, tmp_path: Path) -> None:
     import modelopt.torch.quantization as mtq
 
-    from mlmsub.runtime import calibration, checkpoint, hf, model
+    from mlmsub.runtime.checkpoints import checkpoint, hf_import
+    from mlmsub.runtime.models import model
+    from mlmsub.runtime.quantization import calibration
 
     with session(stage, source) as opened:
         first = model.build(opened.args, opened.conf, "cpu")
-        hf.import_weights(first, source, opened.conf, torch.bfloat16)
+        hf_import.import_weights(first, source, opened.conf, torch.bfloat16)
         plain = logits(first, IDS)
         mtq.quantize(first, mtq.FP8_DEFAULT_CFG, calibration.forward_loop(IDS, 1, "cpu"))
         want = logits(first, IDS)
@@ -131,13 +134,14 @@ def test_nvfp4_calibrates_and_exports(stage: Runner, source: Path, tmp_path: Pat
 def test_latent_attention_and_experts(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from mlmsub.runtime import hf, model
+    from mlmsub.runtime.checkpoints import hf_import
+    from mlmsub.runtime.models import model
 
     source = make_latent(tmp_path / "hf")
     stage = Runner(tmp_path / "runs", make_latent_conf(tmp_path / "model.yaml"))
     with session(stage, source) as opened:
         ours = model.build(opened.args, opened.conf, "cpu")
-        hf.import_weights(ours, source, opened.conf, torch.bfloat16)
+        hf_import.import_weights(ours, source, opened.conf, torch.bfloat16)
         assert all(layer.mlp.router.expert_bias.dtype == torch.float32 for layer in ours.decoder.layers[1:])
         got = logits(ours, IDS)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()

@@ -32,12 +32,20 @@ def one_line(result: Result, *words: str, code: int = 2) -> None:
         ({"MLM_MODEL_CKPT": "/nowhere/ckpt"}, ("MLM_MODEL_CKPT: /nowhere/ckpt does not exist",)),
         ({"MLM_MODEL_SAVE": ""}, ("MLM_MODEL_SAVE", "MLM_WORK_DIR")),
         ({"MLM_CALIB_DATA": "/nowhere/data.jsonl"}, ("--calib-data: /nowhere/data.jsonl",)),
-        ({"MLM_EXTRA_ARGS": "--compress"}, ("--compress is not implemented",)),
+        ({"MLM_EXTRA_ARGS": "--prompts"}, ("--prompts is not implemented",)),
         ({"MLM_EXTRA_ARGS": "--calib-sise 4"}, ("--calib-sise", "--calib-size")),
         ({"MLM_EXTRA_ARGS": "--calib-size 0"}, ("--calib-size", "'0'")),
         ({"MLM_EXTRA_ARGS": "--export-kv-cache-quant fp8"}, ("Transformer Engine",)),
-        ({"MLM_EXTRA_ARGS": "--checkpoint-activations"}, ("--checkpoint-activations is no longer valid",)),
-        ({"MLM_EXTRA_ARGS": "--num-layers four"}, ("--num-layers", "'four'")),
+        ({"MLM_EXTRA_ARGS": "--checkpoint-activations"}, ("MLM_EXTRA_ARGS: --checkpoint-activ", "no longer")),
+        ({"MLM_EXTRA_ARGS": "--num-layers four"}, ("MLM_EXTRA_ARGS: --num-layers", "'four'", "Fix: correct --num-l")),
+        ({"MLM_EXTRA_ARGS": "--num-layers"}, ("MLM_EXTRA_ARGS: --num-layers", "one argument", "Fix: correct --num-l")),
+        ({"MLM_EXTRA_ARGS": "--position-embedding-type robe"}, ("--position-embedding-type", "'robe'", "Fix:")),
+        ({"MLM_EXTRA_ARGS": "--fp16"}, ("MLM_EXTRA_ARGS: --fp16", "bf16", "Fix: leave it out")),
+        ({"MLM_EXTRA_ARGS": "--save /x"}, ("MLM_EXTRA_ARGS: --save", "Fix: set MLM_MODEL_SAVE")),
+        ({"MLM_EXTRA_ARGS": "--load=/x"}, ("MLM_EXTRA_ARGS: --load", "Fix: set MLM_MODEL_CKPT")),
+        ({"MLM_EXTRA_ARGS": "--help"}, ("MLM_EXTRA_ARGS: --help", "Fix: leave it out")),
+        ({"MLM_EXTRA_ARGS": "--lr 1e-5 --min-lr 1"}, ("MLM_EXTRA_ARGS: --min-lr, --lr", "args.min_lr <= args.lr")),
+        ({"MLM_EXTRA_ARGS": "--seq-length 100000"}, ("MLM_EXTRA_ARGS: --seq-length", "max_position_embeddings")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -50,6 +58,12 @@ def test_wrong_variable(variables: dict, words: tuple, stage: Runner, source: Pa
 def test_unknown_format_names_the_nearest(stage: Runner, source: Path, tmp_path: Path) -> None:
     result = stage("quantize", "FP8_DEFAULT", HF_MODEL_CKPT=source, MLM_MODEL_SAVE=tmp_path / "out")
     one_line(result, "QFORMAT", "'FP8_DEFAULT'", "FP8_DEFAULT_CFG")
+
+
+@pytest.mark.parametrize("name", ["convert", "eagle3", "finetune", "prune", "extract", "validate", "mmlu", "export"])
+def test_a_word_that_a_stage_does_not_take(name: str, stage: Runner, source: Path, tmp_path: Path) -> None:
+    result = stage(name, "fp8", HF_MODEL_CKPT=source, MLM_WORK_DIR=tmp_path)
+    one_line(result, f"{name}: takes a model only, not 'fp8'")
 
 
 def test_unset_source_that_no_hub_gives(stage: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +85,7 @@ def test_no_model_conf(stage: Runner, source: Path, tmp_path: Path) -> None:
         ("model: m\n", "required"),
         ("- a\n", "not a mapping"),
         ("model: m\nmegatron_args: {num-layers: 2}\nsource_format: fp9\n", "fp9"),
-        ("model: m\nmegatron_args: {num-layers: 2}\nunsupported: {quantize: no rule for it}\n", "no rule for it"),
+        ("model: test/tiny-llama\nmegatron_args: {a: 2}\nunsupported: {quantize: no rule for it}\n", "no rule for it"),
         ("a: [", "not YAML"),
     ],
 )
@@ -88,6 +102,14 @@ def test_conf_of_another_model(stage: Runner, source: Path, tmp_path: Path) -> N
     file.write_text(file.read_text().replace("ffn-hidden-size: 128", "ffn-hidden-size: 96"))
     result = stage("quantize", "fp8", run_dir=run_dir, HF_MODEL_CKPT=source, MLM_MODEL_SAVE=tmp_path / "out")
     one_line(result, "HF_MODEL_CKPT", "does not fit the model conf")
+
+
+def test_a_conf_that_is_of_another_model_by_its_name(stage: Runner, source: Path, tmp_path: Path) -> None:
+    run_dir = stage.run_dir()
+    conf = run_dir / "conf" / "model.yaml"
+    conf.write_text(conf.read_text().replace("test/tiny-llama", "test/other"))
+    result = stage("quantize", "fp8", run_dir=run_dir, HF_MODEL_CKPT=source, MLM_MODEL_SAVE=tmp_path / "out")
+    one_line(result, "MODEL: test/tiny-llama was asked for, and the model conf is of test/other", "Fix:")
 
 
 def test_unknown_config_field(stage: Runner, source: Path, tmp_path: Path) -> None:
@@ -170,13 +192,14 @@ def test_a_checkpoint_of_another_model(
 def test_uncalibrated_model_is_not_exported(stage: Runner, source: Path, tmp_path: Path) -> None:
     import modelopt.torch.quantization as mtq
 
-    from mlmsub.runtime import checkpoint, hf, model
+    from mlmsub.runtime.checkpoints import checkpoint, hf_import
+    from mlmsub.runtime.models import model
 
     ckpt = tmp_path / "ckpt"
     ckpt.mkdir()
     with session(stage, source) as opened:
         made = model.build(opened.args, opened.conf, "cpu")
-        hf.import_weights(made, source, opened.conf, torch.bfloat16)
+        hf_import.import_weights(made, source, opened.conf, torch.bfloat16)
         mtq.quantize(made, mtq.FP8_DEFAULT_CFG, None)
         checkpoint.save(made, opened.args, ckpt)
     result = stage("export", HF_MODEL_CKPT=source, MLM_MODEL_CKPT=ckpt, EXPORT_DIR=tmp_path / "out")
@@ -217,7 +240,7 @@ def test_an_export_that_is_not_what_it_says(
     """The check reads the files: harm each of them, and it must notice."""
     from safetensors.torch import load_file, save_file
 
-    from mlmsub.runtime import hf_check
+    from mlmsub.runtime.checkpoints import hf_check
     from mlmsub.runtime.errors import CheckFailed
 
     made = tmp_path / "out"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import ENOUGH, Result, Runner, tensors
+from rig import ENOUGH, MODEL, Result, Runner, tensors
 
 from mlmsub.runtime import modelconf
 from mlmsub.runtime.env import Env, Layout
@@ -64,7 +64,7 @@ def test_a_shell_conf_gives_the_same_checkpoint(
 ) -> None:
     """MODEL_ARGS as a sourced Megatron-LM conf leaves them, MLM_EXTRA_ARGS as a bash array."""
     run_dir = stage.run_dir()
-    words = modelconf.load(Env({"MLMSUB_RUN_DIR": str(run_dir)}), "m").arguments()
+    words = modelconf.load(Env({"MLMSUB_RUN_DIR": str(run_dir)}), MODEL).arguments()
     (run_dir / "conf" / "model.yaml").unlink()
     (tmp_path / "arrays").mkdir()
     (tmp_path / "arrays" / "MLM_EXTRA_ARGS").write_bytes(b"".join(word.encode() + b"\0" for word in ENOUGH.split()))

@@ -28,7 +28,8 @@ def test_megatron_loads_a_quantized_checkpoint_of_ours(stage: Runner, fp8: Resul
     from megatron.training.checkpointing import load_checkpoint
     from modelopt.torch.opt.plugins import restore_sharded_modelopt_state
 
-    from mlmsub.runtime import checkpoint, compat, model
+    from mlmsub.runtime.checkpoints import checkpoint
+    from mlmsub.runtime.models import compat, model
 
     with session(stage, source) as opened:
         ours = model.build(opened.args, opened.conf, "cpu")
@@ -44,11 +45,12 @@ def test_megatron_loads_a_quantized_checkpoint_of_ours(stage: Runner, fp8: Resul
 def test_we_load_a_checkpoint_of_megatron(stage: Runner, source: Path, tmp_path: Path) -> None:
     from megatron.training.checkpointing import save_checkpoint
 
-    from mlmsub.runtime import checkpoint, hf, model
+    from mlmsub.runtime.checkpoints import checkpoint, hf_import
+    from mlmsub.runtime.models import model
 
     with session(stage, source) as opened:
         theirs = model.build(opened.args, opened.conf, "cpu")
-        hf.import_weights(theirs, source, opened.conf, torch.bfloat16)
+        hf_import.import_weights(theirs, source, opened.conf, torch.bfloat16)
         with megatron_arguments(opened.args, save=str(tmp_path), no_save_rng=True):
             save_checkpoint(7, [theirs], None, None, 0)
         checkpoint.require_complete(tmp_path)

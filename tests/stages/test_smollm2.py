@@ -56,7 +56,7 @@ def test_fp8_keeps_the_model(work: Path, source: Path) -> None:
     quantized.load_state_dict({**restored, "lm_head.weight": restored["model.embed_tokens.weight"]})
 
     tokenizer = AutoTokenizer.from_pretrained(work / f"{NAME}_export")
-    text = (ROOT / "mlmsub" / "runtime" / "calibration.txt").read_text()[:1500]
+    text = (ROOT / "mlmsub" / "runtime" / "quantization" / "calibration.txt").read_text()[:1500]
     ids = tokenizer(text, return_tensors="pt").input_ids
     with torch.no_grad():
         want, got = reference(ids, labels=ids), quantized(ids, labels=ids)
@@ -80,8 +80,9 @@ def test_logits_of_the_imported_model(work: Path, source: Path, monkeypatch: pyt
     from rig import logits
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from mlmsub.runtime import hf, model
+    from mlmsub.runtime.checkpoints import hf_import
     from mlmsub.runtime.env import Env
+    from mlmsub.runtime.models import model
     from mlmsub.runtime.progress import Steps
     from mlmsub.runtime.session import Job, start
 
@@ -93,7 +94,7 @@ def test_logits_of_the_imported_model(work: Path, source: Path, monkeypatch: pyt
     ids = AutoTokenizer.from_pretrained(source)(text, return_tensors="pt").input_ids
     with start(job, job.conf(), env.layout(), lambda parser: None, []) as opened:
         ours = model.build(opened.args, opened.conf, "cpu")
-        hf.import_weights(ours, source, opened.conf, torch.bfloat16)
+        hf_import.import_weights(ours, source, opened.conf, torch.bfloat16)
         got = logits(ours, ids)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, attn_implementation="eager").eval()
     with torch.no_grad():

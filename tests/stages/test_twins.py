@@ -154,12 +154,13 @@ def opened(tmp_path: Path, source: Path, change: dict[str, str] | None = None) -
 
 def ours(tmp_path: Path, source: Path, dtype: torch.dtype, change: dict[str, str] | None = None) -> torch.Tensor:
     """Megatron's logits of the twin."""
-    from mlmsub.runtime import hf, model
+    from mlmsub.runtime.checkpoints import hf_import
+    from mlmsub.runtime.models import model
 
     with opened(tmp_path, source, change) as session:
         session.args.bf16, session.args.params_dtype = dtype == torch.bfloat16, dtype
         made = model.build(session.args, session.conf, "cpu")
-        hf.import_weights(made, source, session.conf, dtype)
+        hf_import.import_weights(made, source, session.conf, dtype)
         return logits(made, IDS)
 
 
@@ -194,15 +195,7 @@ def _scale_as_deepseek_does(made: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("scales", [{}, dict(mscale=0.7, mscale_all_dim=1.0)], ids=["published", "with-mscale"])
-def test_gpt_oss_logits_are_those_of_transformers(
-    scales: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sinks and windows are Transformer Engine's in mlmsub; here Megatron's own local attention stands in for it."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from mlmsub.runtime import attention
-
-    monkeypatch.setattr(attention, "TorchAttention", DotProductAttention)
+def test_gpt_oss_logits_are_those_of_transformers(scales: dict, tmp_path: Path) -> None:
     reference = make(
         tmp_path / "hf", "GptOssConfig", dict(GPT_OSS, rope_parameters={**GPT_OSS["rope_parameters"], **scales})
     )
@@ -263,7 +256,7 @@ def test_megatron_refuses_latent_attention_with_full_rank_queries(
 ) -> None:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from mlmsub.runtime import attention
+    from mlmsub.runtime.models import attention
 
     make(tmp_path / "hf", *TWINS["deepseek-v2-lite"])
     monkeypatch.setattr(attention, "FullRankMLASelfAttention", MLASelfAttention)
@@ -272,7 +265,7 @@ def test_megatron_refuses_latent_attention_with_full_rank_queries(
 
 
 def test_megatron_norms_queries_of_layers_without_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlmsub.runtime import model
+    from mlmsub.runtime.models import model
 
     reference = make(tmp_path / "hf", *TWINS["llama4-scout"])
     monkeypatch.setattr(model, "_without_l2_norm", lambda layer: layer)
@@ -313,9 +306,10 @@ def test_mavericks_dense_layers_cannot_be_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", CONFS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_megatron_takes_every_conf(file: Path, tmp_path: Path) -> None:
     """Megatron's parser and validation accept the conf's arguments, and its config has the conf's fields."""
-    from mlmsub.runtime import megatron_args, model
+    from mlmsub.runtime import megatron_args
     from mlmsub.runtime import modelconf as runtime_conf
     from mlmsub.runtime.env import Env, Layout
+    from mlmsub.runtime.models import model
 
     model.prepare()
     (tmp_path / "conf").mkdir()

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mlmsub.app.records import Record
 from mlmsub.core.paths import RunPaths
 from mlmsub.core.spec import EnvSetup, RunSpec
 
@@ -63,6 +64,7 @@ QUANTIZE = RunSpec(
 RESOURCES = {
     "container/entrypoint.sh": b"#!/bin/bash\n",
     "slurm/job.sbatch.j2": b"#!/bin/bash\n# {{ run_id }}\n{{ prelude }}\n",
+    "slurm/attempts.sh": b"#!/bin/bash\n",
     "slurm/local/start.sh": b"#!/bin/bash\n",
     "mlmsub/runtime/__main__.py": b"pass\n",
 }
@@ -88,3 +90,14 @@ def bash(program: str, *, env: dict[str, str] | None = None) -> bytes:
         capture_output=True,
         timeout=20,
     ).stdout
+
+
+def record(run_id: str = RUN_ID, **changes: str) -> Record:
+    """What the client keeps of a submitted run."""
+    values = {
+        "profile": "lab", "scheduler": "slurm", "host": "", "transport": "auto", "ssh_config": "",
+        "runs_root": "/r", "run_dir": f"/r/{run_id}",
+        "stage": "quantize", "model": "m", "job_name": "j", "stamp": "20261130-120000", "content_hash": "h",
+        "job_id": "1",
+    }  # fmt: skip
+    return Record(run_id=run_id, nodes=1, outputs={"MLM_MODEL_SAVE": "/s"}, **(values | changes))

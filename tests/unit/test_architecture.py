@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "slurm": {"core"},
     "core": set(),
     "transport": set(),
-    "runtime": {"core"},
+    "runtime": set(),
 }
 CORE_MAY_NOT = {"os", "subprocess", "time", "pathlib", "socket", "shutil", "tempfile", "datetime", "random", "secrets"}
 RUNTIME_MAY_NOT = {"typer", "click", "paramiko", "jinja2"}
@@ -58,7 +58,6 @@ def test_imports_point_down_only(path: Path) -> None:
 def test_the_runtime_stands_alone(path: Path) -> None:
     for name in imports(path):
         assert name.split(".")[0] not in RUNTIME_MAY_NOT, name
-        assert not name.startswith("mlmsub.core") or name.startswith("mlmsub.core.layout"), name
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if room(p) == "core"], ids=named)
@@ -115,7 +114,7 @@ def test_the_data_folders_travel_inside_the_wheel() -> None:
     tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert included == {name: f"mlmsub/data/{name}" for name in ("conf", "slurm", "container")}
+    assert included == {name: f"mlmsub/data/{name}" for name in ("conf", "slurm", "container", "workflows")}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,8 @@ def test_the_data_folders_travel_inside_the_wheel() -> None:
     ["container/entrypoint.sh", "slurm/job.sbatch.j2",
      "slurm/local/srun", "slurm/local/scontrol", "slurm/local/start.sh",
      "mlmsub/slurm/remote/submit.sh", "mlmsub/slurm/remote/status.sh", "mlmsub/slurm/remote/log.sh",
-     "mlmsub/slurm/remote/cancel.sh", "conf/moonshotai/kimi_k2_instruct.sh", "conf/moonshotai/Kimi-K2-Instruct.yaml"],
+     "mlmsub/slurm/remote/cancel.sh", "mlmsub/slurm/remote/workflow.sh", "mlmsub/slurm/remote/results.sh",
+     "workflows/kimi_k2_eagle3.yaml", "conf/moonshotai/kimi_k2_instruct.sh", "conf/moonshotai/Kimi-K2-Instruct.yaml"],
 )  # fmt: skip
 def test_a_data_file_is_there_and_not_ignored(path: str) -> None:
     assert (ROOT / path).is_file()
@@ -133,17 +133,17 @@ def test_a_data_file_is_there_and_not_ignored(path: str) -> None:
 
 def test_every_file_of_a_data_folder_is_known() -> None:
     known = re.compile(
-        r"conf/[^/]+/[^/]+\.(yaml|sh)|slurm/job\.sbatch\.j2|slurm/env_setup_template\.sh|"
+        r"conf/[^/]+/[^/]+\.(yaml|sh)|slurm/job\.sbatch\.j2|slurm/attempts\.sh|slurm/env_setup_template\.sh|"
         r"slurm/local/(srun|scontrol|start\.sh)|container/(entrypoint\.sh|requirements\.txt|Dockerfile)|"
-        r"mlmsub/slurm/remote/\w+\.sh|mlmsub/runtime/\w+\.txt"
+        r"workflows/\w+\.yaml|mlmsub/slurm/remote/\w+\.sh|mlmsub/runtime/\w+/\w+\.(txt|jsonl)"
     )
-    folders = [ROOT / name for name in ("conf", "slurm", "container", "mlmsub")]
+    folders = [ROOT / name for name in ("conf", "slurm", "container", "workflows", "mlmsub")]
     files = [p for folder in folders for p in folder.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
     unknown = [named(p) for p in files if not known.fullmatch(named(p)) and p.name != "py.typed"]
     assert unknown == []
 
 
-@pytest.mark.parametrize("folder", ["mlmsub", "conf", "slurm", "container"])
+@pytest.mark.parametrize("folder", ["mlmsub", "conf", "slurm", "container", "workflows"])
 def test_nothing_that_ships_names_this_machine(folder: str) -> None:
     for path in (ROOT / folder).rglob("*"):
         if path.is_file() and path.suffix != ".pyc":

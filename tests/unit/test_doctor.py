@@ -105,3 +105,13 @@ def test_writing_adds_what_is_open_and_keeps_the_rest(tmp_path: Path) -> None:
         "max_nodes: 4\nmax_time: 1:00:00\ngpu_type: a100\n"
     )
     assert app.write(NamedProfile("lab", profile, str(path)), judge(parse(HEALTHY), profile)) == {}
+
+
+def test_preemption_is_told_for_the_partition_of_the_profile() -> None:
+    answer = f"{HEALTHY}\nconfig|KillWait=30 sec\npreempt|batch|REQUEUE|120\npreempt|small|CANCEL|0\npreempt|cpu|OFF|0"
+    assert finding("preemption", answer).found == "PreemptMode=OFF, KillWait=30 sec"
+    kept = finding("preemption in batch", answer)
+    assert (kept.found, kept.fix) == ("PreemptMode=REQUEUE, GraceTime=120", "")
+    found = judge(parse(answer), Profile(partition="small,cpu"))
+    (one,) = [f for f in found if f.what.startswith("preemption in")]
+    assert one.what == "preemption in small" and "--chain" in one.fix

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import sys
 from math import prod
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -141,10 +138,3 @@ def test_a_pipeline_layout_string_that_does_not_fit(text: str, pp: int, layers: 
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
-
-
-def test_it_travels_alone() -> None:
-    tree = ast.parse(Path(layout.__file__).read_text())
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names

@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from modelfacts import KIMI, LLAMA, QWEN_MOE
 
 from mlmsub.app import plan, submit
 from mlmsub.app.config import User
 from mlmsub.app.records import Records
-from mlmsub.app.resolve import Resolved, resolve
+from mlmsub.app.resolve import Resolved, public_values, resolve
 from mlmsub.app.sources import Request
 from mlmsub.cli import plan as screen
 from mlmsub.core.errors import ChecksFailed
 from mlmsub.core.spec import RunSpec
 
 WriteProfile = Callable[[str, str], Path]
+NUMBERS = ("hidden-dropout", "num-layers", "seq-length", "mtp-num-layers", "moe-layer-freq", "vocab-size")
 EAGLE3 = "conf/moonshotai/kimi_k2_instruct.sh"
 EXPORT = "conf/moonshotai/kimi_k2_instruct_export.sh"
 
@@ -157,10 +160,11 @@ def test_the_screen(lab: User, capsys: pytest.CaptureFixture[str]) -> None:
     screen._show(made(lab, "quantize", KIMI, nodes="4", sets=("EP=60", "PP=8")))
     text = capsys.readouterr().out
     for words in (
-        "1.03 T parameters, 32.9 B active; 1 dense, 60 MoE layers", "4 nodes x 8 h100  profile lab",
+        "1.03 T parameters, 32.9 B active; 1 dense, 60 MoE layers", "4 nodes x 8 h100 profile lab",
         "/lustre/me -> /workspace/scratch", "TP 1 x CP 1 x DP 4 x PP 8", "fix: EP may be 1, 2, 3", "3 errors",
+        "own Python code is run (trust_remote_code: model conf)",
     ):  # fmt: skip
-        assert words in text
+        assert words in " ".join(text.split())
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= screen.WIDTH
 
@@ -207,12 +211,50 @@ def test_the_exit_code(tmp_path: Path, sets: tuple[str, ...], code: int) -> None
         ("--num-attention-heads 0", "argument-value"),
         ("--mamba-head-dim 0", "argument-value"),
         ("--decoder-first-pipeline-num-layers abc", "argument-value"),
+        ("--mtp-num-layers x", "argument-value"),
+        ("--qk-pos-emb-head-dim x", "argument-value"),
+        ("--seq-length ²", "argument-value"),
+        ("--seed -1", "argument-value"),
+        ("--lr nan", "argument-value"),
+        ("--train-samples", "argument-value"),
     ],
 )
 def test_numbers_that_are_none_are_named(lab: User, sets: str, code: str) -> None:
     found = resolved(lab, "quantize", LLAMA, sets=(f"MLM_EXTRA_ARGS={sets}",))
     assert code in codes(found, "error")
     plan.data(plan.make(found))
+
+
+def test_layers_that_cannot_be_told_are_no_silence(lab: User) -> None:
+    """The list is one layer short of Kimi's 61, and EP=60 does not divide its experts."""
+    sets = ("EP=60", "MLM_EXTRA_ARGS=--moe-layer-freq [0]*3+[1]*57")
+    assert "argument-value" in codes(resolved(lab, "quantize", KIMI, sets=sets), "error")
+
+
+@pytest.mark.parametrize("stage", ["convert", "quantize", "eagle3", "finetune", "prune", "generate", "mmlu", "extract"])
+def test_what_cannot_be_imported_can_be_loaded(lab: User, stage: str) -> None:
+    """Four query groups do not divide over TP=8 when ModelOpt imports them."""
+    sets = ("TP=8", "ETP=1", "TARGET_NUM_LAYERS=24")
+    loaded = (*sets, "MLM_MODEL_CKPT=/workspace/scratch/x")
+    assert "query-groups" in codes(resolved(lab, stage, "Qwen/Qwen3-30B-A3B", sets=sets), "error")
+    assert "query-groups" not in codes(resolved(lab, stage, "Qwen/Qwen3-30B-A3B", sets=loaded), "error")
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(NUMBERS), st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=5))
+def test_no_value_of_an_argument_breaks_the_checks(lab: User, name: str, text: str) -> None:
+    assume(not text.startswith("-"))
+    sets = ("CP=2", f"MLM_EXTRA_ARGS=--{name} {text}")
+    found = resolved(lab, "quantize", LLAMA, sets=sets)
+    plan.data(plan.make(found))
+
+
+def test_where_each_value_comes_from(lab: User) -> None:
+    """Also where it is what the stage would have taken anyway."""
+    (lab.cwd / "env_setup_template.sh").write_text("TP=1\nPP=\n")
+    found = resolved(lab, "quantize", LLAMA, sets=("EP=1",))
+    origins = {name: origin for name, _, origin in public_values(found)}
+    assert (origins["TP"], origins["PP"], origins["EP"], origins["CP"]) == ("env setup", "default", "--set", "default")
 
 
 def test_an_argument_that_megatron_does_not_have_is_warned_of(lab: User) -> None:

@@ -7,24 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+from specs import record
 
-from mlmsub.app.records import Record, Records
+from mlmsub.app.records import Record, Records, shared
 from mlmsub.core.errors import UsageError
 
 
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     return Records(tmp_path / "state" / "runs")
-
-
-def record(run_id: str, **changes: str) -> Record:
-    values = {
-        "profile": "lab", "scheduler": "slurm", "host": "", "transport": "auto", "ssh_config": "",
-        "runs_root": "/r", "run_dir": f"/r/{run_id}",
-        "stage": "quantize", "model": "m", "job_name": "j", "stamp": "20261130-120000", "content_hash": "h",
-        "job_id": "1",
-    }  # fmt: skip
-    return Record(run_id=run_id, nodes=1, outputs={"MLM_MODEL_SAVE": "/s"}, **(values | changes))
 
 
 def saved(records: Records, *made: Record) -> None:
@@ -73,6 +64,12 @@ def test_runs_are_found_by_id_beginning_and_job(records: Records) -> None:
     assert records.find("11") == one
     assert records.find("last") == two
     assert records.all() == [two, one]
+
+
+def test_any_job_of_a_chain_finds_its_run(records: Records) -> None:
+    records.submitted(record("a", job_id=""), "11", "12", "13")
+    assert [records.find(word).jobs for word in ("a", "11", "13")] == [("11", "12", "13")] * 3
+    assert b'"1' not in shared(records.find("a")), "the run directory is made before its jobs"
 
 
 def test_a_word_that_fits_two_runs_names_them(records: Records) -> None:

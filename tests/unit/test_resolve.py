@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_transport import Call, FakeTransport
 
 from mlmsub.app import submit
 from mlmsub.app.config import User
@@ -17,9 +18,9 @@ from mlmsub.app.resolve import Resolved, resolve
 from mlmsub.app.sources import Request
 from mlmsub.core.errors import ChecksFailed, MlmsubError, UsageError
 from mlmsub.core.issues import Issue
+from mlmsub.core.spec import Parent
 from mlmsub.transport.base import Result
 from mlmsub.transport.errors import ConnectionLost
-from mlmsub.transport.testing import Call, FakeTransport
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUANTIZE = Request("quantize", (SMOL, "FP8_DEFAULT_CFG"))
@@ -60,6 +61,7 @@ def test_a_whole_job(lab: User) -> None:
     assert spec.sbatch == {
         "job-name": "quantize-SmolLM2-135M-Instruct", "account": "proj", "partition": "batch", "time": "04:00:00",
         "nodes": "2", "ntasks-per-node": "8", "gpus-per-node": "8", "exclusive": "", "mem": "0", "overcommit": "",
+        "requeue": "",
     }  # fmt: skip
     assert spec.srun == {"mpi": "pmix", "kill-on-bad-exit": "1", "wait": "0", "distribution": "block"}
     assert (spec.image, spec.mounts, spec.workdir) == (
@@ -118,10 +120,10 @@ def test_flag_then_environment_then_profile(
     assert (spec.sbatch["partition"], spec.origins["partition"]) == (value, origin)
 
 
-def test_parents_become_a_dependency_on_success(lab: User) -> None:
+def test_a_parent_hands_on_its_output(lab: User) -> None:
     saved = parent(lab, job_id="41")
     spec = resolved(lab, after=(saved.run_id,)).spec
-    assert (spec.sbatch["dependency"], spec.sbatch["kill-on-invalid-dep"]) == ("afterok:41", "yes")
+    assert spec.parents == (Parent(saved.run_id, saved.run_dir, "afterok"),)
     assert spec.defaults["MLM_MODEL_CKPT"] == "/workspace/scratch/out"
 
 
@@ -310,7 +312,7 @@ def test_a_run_without_faults_has_no_issue(lab: User) -> None:
 
 
 def test_a_stage_that_is_not_built_yet_names_the_other_way(lab: User) -> None:
-    found = issue(resolved(lab, stage="eagle3", args=(SMOL,)), "stage-not-native")
+    found = issue(resolved(lab, stage="train", args=(SMOL,)), "stage-not-native")
     assert (found.severity, "mlmsub submit script" in found.fix) == ("error", True)
 
 
@@ -454,3 +456,39 @@ def test_the_same_command_takes_an_unfinished_submission_up_again(lab: User, rec
     record, existed = submit.send(again, records, lambda: answering(b"existing 12\n"))
     assert (record.job_id, existed) == ("12", True)
     assert submit.prepare(resolved(lab), records).record.run_id != first.record.run_id
+
+
+# --- the model and its conf --------------------------------------------------------------------
+
+QWEN = "Qwen/Qwen3-0.6B"
+
+
+def test_a_conf_of_its_own_name_with_another_model_in_it_is_refused(lab: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlmsub.app import models
+
+    copied = models.find(QWEN, lab.cwd)
+    monkeypatch.setattr(models, "_shipped", lambda name: copied)
+    (issue,) = [issue for issue in resolved(lab).issues if issue.code == "conf-model"]
+    assert issue.severity == "error"
+    assert SMOL in issue.message and QWEN in issue.message
+    assert issue.fix.startswith(f"write model: {SMOL}")
+
+
+@pytest.mark.parametrize(
+    ("file", "warned"), [("Qwen3-8B.yaml", True), ("mine.yaml", False), ("Qwen3-0.6B.yaml", False)]
+)
+def test_a_conf_by_its_path_is_compared_by_the_sizes_in_its_name(lab: User, file: str, warned: bool) -> None:
+    from mlmsub.app import models
+
+    (lab.cwd / file).write_text(models.find(QWEN, lab.cwd).text)
+    found = [issue for issue in resolved(lab, args=(f"./{file}", "fp8")).issues if issue.code == "conf-model"]
+    assert [issue.severity for issue in found] == ["warning"] * warned
+    assert all("8b against 0.6b" in issue.message for issue in found)
+
+
+def test_an_alias_is_the_models_name(lab: User) -> None:
+    from mlmsub.app import models
+
+    named = next((found.conf for found in models.catalogue() if found.conf and found.conf.aliases), None)
+    assert named
+    assert "conf-model" not in codes(resolved(lab, args=(named.aliases[0].upper(), "fp8")))

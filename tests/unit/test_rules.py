@@ -55,10 +55,26 @@ CASES: dict[str, tuple[Facts, Facts]] = {
         facts(LLAMA, "quantize", "PP=2 1x8", words=("auto",)),
         facts(LLAMA, "quantize", "TP=8 1x8", words=("auto",), auto_quantize_bits="4.8"),
     ),
+    "quantize-format": (
+        facts(LLAMA, "quantize", "TP=8 1x8", words=("FP8_DEFALT_CFG",)),
+        facts(LLAMA, "quantize", "TP=8 1x8", words=("FP8_DEFAULT_CFG",)),
+    ),
     "export-tp": (facts(LLAMA, "export", "TP=8 1x8"), facts(LLAMA, "export", "PP=8 1x8")),
     "export-layout": (facts(QWEN_MOE, "export", "EP=8 1x8"), facts(QWEN_MOE, "export", "PP=8 1x8")),
     "export-idle": (facts(LLAMA, "export", "PP=2 1x8"), facts(LLAMA, "export", "PP=8 1x8")),
     "prune-tp": (facts(LLAMA, "prune", "TP=2 1x8"), facts(LLAMA, "prune", "PP=2 1x8")),
+    "prune-targets": (facts(LLAMA, "prune", "1x8"), facts(LLAMA, "prune", "1x8", target_num_layers="24")),
+    "prune-widths": (
+        facts(LLAMA, "prune", "1x8", target_hidden_size="3000"),
+        facts(LLAMA, "prune", "1x8", target_hidden_size="3072"),
+    ),
+    "prune-layers": (
+        facts(LLAMA, "prune", "PP=8 1x8", target_num_layers="28"),
+        facts(LLAMA, "prune", "PP=4 1x8", target_num_layers="28"),
+    ),
+    "prune-engine": (
+        facts(LLAMA, "prune", "1x8", target_hidden_size="3072"), facts(LLAMA, "prune", "1x8", target_num_layers="24"),
+    ),
     "gpt-oss-etp": (facts(GPT_OSS, "quantize", "TP=2 1x8"), facts(GPT_OSS, "quantize", "TP=2 ETP=1 1x8")),
     "llama-4-experts": (facts(SCOUT, "convert", "TP=2 EP=2 1x8"), facts(SCOUT, "convert", "TP=2 EP=2 ETP=1 1x8")),
     "stage-unsupported": (facts(KIMI, "prune", "1x8"), DENSE),
@@ -167,8 +183,71 @@ def test_p10_experts_and_world() -> None:
     assert "expert-world-size" in errors(facts(KIMI, "quantize", "ETP=2 EP=24 4x8"))
 
 
+@pytest.mark.parametrize(
+    ("case", "code", "message"),
+    [
+        (said(facts(LLAMA, "prune", "1x8"), TARGET_NUM_LAYERS="33"), "prune-targets", "33 is more than the model"),
+        (said(facts(LLAMA, "prune", "1x8"), TARGET_NUM_LAYERS="32"), "prune-targets", "nothing would be pruned"),
+        (said(facts(LLAMA, "prune", "1x8"), TARGET_NUM_LAYERS="x"), "prune-targets", "'x' is no number"),
+        (said(facts(LLAMA, "prune", "1x8"), TARGET_NUM_MOE_EXPERTS="4"), "prune-targets", "has no num-experts"),
+        (said(facts(LLAMA, "prune", "1x8", target_num_layers="30"), LAYERS_TO_DROP="1"), "prune-targets", "no other"),
+        (said(facts(LLAMA, "prune", "1x8"), LAYERS_TO_DROP="3 33"), "prune-layers", "there is no layer 33"),
+        (said(facts(LLAMA, "prune", "1x8"), TARGET_NUM_ATTENTION_HEADS="12"), "prune-widths", "8 query groups"),
+        (said(facts(QWEN_MOE, "prune", "1x8"), TARGET_NUM_MOE_EXPERTS="4"), "prune-widths", "goes to 8 experts"),
+        (said(facts(QWEN_MOE, "prune", "1x8"), TARGET_FFN_HIDDEN_SIZE="64"), "prune-widths", "the MLPs are experts"),
+        (said(facts(NANO, "prune", "1x8"), TARGET_NUM_LAYERS="20"), "prune-layers", "not hybrid ones"),
+        (said(facts(QWEN_MOE, "prune", "EP=8 1x8"), TARGET_NUM_LAYERS="24"), "prune-tp", "EP=1, not CP=1 EP=8"),
+    ],
+)
+def test_what_pruning_asks_for_is_held_against_the_model(case: Facts, code: str, message: str) -> None:
+    assert any(message in issue.message for issue in found(case, code)), found(case, code)
+
+
+BITS = {"auto_quantize_bits": "4.8"}
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "message"),
+    [
+        (facts(LLAMA, "quantize", "1x8", words=("FP8_DEFALT_CFG",)), "QFORMAT", "did you mean 'FP8_DEFAULT_CFG'"),
+        (facts(LLAMA, "quantize", "1x8", words=("nvpf4",)), "QFORMAT", "did you mean 'nvfp4'"),
+        (facts(LLAMA, "quantize", "1x8", words=("FP8_KV_CFG",)), "QFORMAT", "no format 'FP8_KV_CFG'"),
+        (said(facts(LLAMA, "quantize", "1x8"), QFORMAT="FP8_CFG"), "QFORMAT", "no format 'FP8_CFG'"),
+        (facts(LLAMA, "quantize", "1x8", export_quant_cfg="W4A16"), "--export-quant-cfg", "mean 'W4A16_NVFP4_CFG'"),
+        (facts(LLAMA, "quantize", "1x8", words=("auto",)), "MLM_EXTRA_ARGS", "needs the bits to reach"),
+        (said(facts(LLAMA, "quantize", "1x8"), QFORMAT="auto"), "MLM_EXTRA_ARGS", "needs the bits to reach"),
+        (facts(LLAMA, "quantize", "1x8", auto_quantize_bits="17"), "--auto-quantize-bits", "above 0 and at most 16"),
+        (facts(LLAMA, "quantize", "1x8", auto_quantize_bits="nan"), "--auto-quantize-bits", "above 0 and at most 16"),
+        (
+            facts(LLAMA, "quantize", "1x8", **BITS, auto_quantize_formats="fp8 NVFP4_DEFAUL_CFG"),
+            "--auto-quantize-formats",
+            "did you mean 'NVFP4_DEFAULT_CFG'",
+        ),
+        (facts(LLAMA, "quantize", "1x8", **BITS, auto_quantize_method="kl"), "--auto-quantize-method", "mean 'kl_div'"),
+        (facts(LLAMA, "quantize", "1x8", export_kv_cache_quant="fp9"), "--export-kv-cache-quant", "did you mean 'fp8'"),
+    ],
+)
+def test_a_format_that_there_is_not_is_told_with_the_nearest_name(case: Facts, field: str, message: str) -> None:
+    (issue,) = found(case, "quantize-format")
+    assert (issue.field, message in issue.message) == (field, True), issue
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        facts(LLAMA, "quantize", "1x8"), facts(LLAMA, "quantize", "1x8", words=("FP8",)),
+        facts(LLAMA, "quantize", "1x8", words=("general/ptq/nvfp4_default-kv_fp8",)),
+        facts(LLAMA, "quantize", "1x8", words=("mine.yaml",)), facts(LLAMA, "quantize", "1x8", recipe="mine"),
+        facts(LLAMA, "quantize", "1x8", words=("auto",), **BITS, auto_quantize_formats="fp8 NVFP4_DEFAULT_CFG"),
+        facts(LLAMA, "quantize", "1x8", words=("typo",), export_quant_cfg="fp8", export_kv_cache_quant="fp8"),
+    ],
+)  # fmt: skip
+def test_formats_and_recipes_that_there_may_be_pass(case: Facts) -> None:
+    assert found(case, "quantize-format") == []
+
+
 def test_p11_stages() -> None:
-    assert errors(facts(LLAMA, "prune", "TP=2 1x8")) == {"prune-tp"}
+    assert errors(facts(LLAMA, "prune", "TP=2 1x8", layers_to_drop="1 2")) == {"prune-tp"}
     assert errors(facts(LLAMA, "quantize", "PP=2 1x8", words=("auto",), auto_quantize_bits="4")) == {"auto-quantize"}
 
 
@@ -178,7 +257,8 @@ VERIFIED = [
     (KIMI, "eagle3", "TP=8 EP=64 ETP=1 8x8", {}), (KIMI, "export", "PP=16 2x8", UNEVEN),
     (KIMI, "quantize", "EP=64 8x8", {}), (LLAMA, "quantize", "TP=8 1x8", {}), (LLAMA, "finetune", "TP=8 1x8", SHARDED),
     (QWEN_MOE, "quantize", "EP=8 1x8", {}), (GPT_OSS, "quantize", "EP=8 1x8", {}),
-    ("Qwen/Qwen3-8B", "prune", "PP=2 1x2", {}), ("meta-llama/Llama-3.2-1B-Instruct", "eagle3", "1x8", {}),
+    ("Qwen/Qwen3-8B", "prune", "PP=2 1x2", {"target_num_layers": "30"}),
+    ("meta-llama/Llama-3.2-1B-Instruct", "eagle3", "1x8", {}),
 ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def sbatch_options(spec: RunSpec) -> list[str]:
 
 def srun_words(spec: RunSpec) -> list[str]:
     text = rendered(spec).replace("\\\n", " ")
-    return shlex.split(text[text.index("\nsrun ") : text.index("</dev/null\ncode=")])
+    return shlex.split(text[text.index("\nsrun ") : text.index("</dev/null &\n")])
 
 
 def test_the_whole_script() -> None:
@@ -133,7 +133,7 @@ def test_a_managed_option_is_seen_behind_other_short_flags(argument: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "argument", ["--comment=partition", "--signal=B:USR1@60", "--begin=now+1hour", "--licenses=x", "--nice", "-H", "-v",
+    "argument", ["--comment=partition", "--begin=now+1hour", "--licenses=x", "--nice", "-H", "-v",
                  "--mail-type=END", "--exclude-not-an-option", "--deadline=x", "--wait-all-nodes=1", "-L x"],
 )  # fmt: skip
 def test_other_options_are_the_users(argument: str) -> None:

@@ -14,13 +14,15 @@ from mlmsub.slurm.jobs import JobState
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ("job 123\n", ("123", False)),
-        ("existing 77\n", ("77", True)),
-        ("\nnoise\njob 5\n", ("5", False)),
-        ("job 5\njob 6\n", ("5", False)),
+        ("job 123\n", (("123",), False)),
+        ("existing 77\n", (("77",), True)),
+        ("\nnoise\njob 5\n", (("5",), False)),
+        ("job 5\njob 6\n", (("5",), False)),
+        ("job 5 6 7\n", (("5", "6", "7"), False)),
+        ("twin 5 6\n", (("5", "6"), True)),
     ],
 )
-def test_a_submission_that_went_well(answer: str, expected: tuple[str, bool]) -> None:
+def test_a_submission_that_went_well(answer: str, expected: tuple[tuple[str, ...], bool]) -> None:
     assert jobs.parse_submission(answer) == expected
 
 
@@ -123,9 +125,9 @@ def state(*lines: str) -> JobState:
     [
         ("PENDING", "pending"), ("CONFIGURING", "pending"), ("REQUEUED", "pending"),
         ("RUNNING", "running"), ("COMPLETING", "running"), ("SUSPENDED", "running"),
-        ("COMPLETED", "succeeded"), ("FAILED", "failed"), ("OUT_OF_MEMORY", "failed"), ("BOOT_FAIL", "failed"),
+        ("COMPLETED", "succeeded"), ("FAILED", "failed"), ("OUT_OF_MEMORY", "out of memory"), ("BOOT_FAIL", "failed"),
         ("CANCELLED", "cancelled"), ("TIMEOUT", "timeout"), ("DEADLINE", "timeout"),
-        ("PREEMPTED", "preempted"), ("NODE_FAIL", "lost"),
+        ("PREEMPTED", "preempted"), ("NODE_FAIL", "node failure"),
         ("SOMETHING_NEW", "unknown"), ("", "unknown"),
     ],
 )  # fmt: skip
@@ -156,12 +158,18 @@ def test_accounting_that_lags_behind_is_not_believed() -> None:
     assert state("account|7|RUNNING|0:0|1|2|x").state == "running"
 
 
+def test_where_slurm_has_forgotten_a_job_its_own_last_word_counts() -> None:
+    """Accounting goes on to call it running: slurmctld was killed before it had written the job down."""
+    told = state("queue-answers|yes", "account|7|RUNNING|0:0|1|2|x", "end|7|0 7 0")
+    assert (told.state, told.source) == ("succeeded", "files")
+
+
 def test_files_speak_when_slurm_does_not() -> None:
     assert (state("end|7|0 7 0").state, state("end|7|0 7 0").source) == ("succeeded", "files")
     assert state("end|7|7 7 0") == JobState("failed", exit_code=7, source="files")
     assert state("end|7|143 7 0").state == "cancelled"
     never = state("end|7|never 7 0")
-    assert (never.state, never.reason) == ("cancelled", "a run it waits for failed")
+    assert (never.state, never.reason) == ("cancelled", "not started: a run it waits for ended otherwise")
 
 
 def test_a_living_process_runs() -> None:
@@ -188,11 +196,9 @@ def test_noise_and_other_jobs_are_passed_over() -> None:
     assert told.state == "running"
 
 
-@pytest.mark.parametrize(
-    "line", ["queue|7|RUNNING", "account|7", "account|7|FAILED||1|2|x", "queue|7|PENDING|a|b|0|1|x"]
-)
+@pytest.mark.parametrize("line", ["queue|7|RUNNING", "account|7", "account|7|FAILED|", "queue|7|PENDING|a|b|0|1|x"])
 def test_a_line_that_was_cut_is_unknown(line: str) -> None:
-    assert state(line).state in ("unknown", "failed", "running", "pending")
+    assert state(line).state == "unknown"
 
 
 def test_several_jobs_are_told_apart() -> None:
@@ -203,3 +209,69 @@ def test_several_jobs_are_told_apart() -> None:
 def test_a_script_gets_its_parameters_as_quoted_assignments() -> None:
     text = jobs.script("cancel", slurm_bin="/a b", clusters="", runs=jobs.run_lines([("1", "/r/x y")]))
     assert text.startswith("slurm_bin='/a b'\nclusters=''\nruns='1 /r/x y\n'\n# shellcheck")
+
+
+def test_slurm_is_asked_for_the_link_that_the_run_is_at() -> None:
+    link_1, link_2 = "queue|7|FAILED|None|1:00|2|x", "queue|8|RUNNING|None|0:10|2|x"
+    told = state("queue-answers|yes", link_1, link_2, "job|7|8", "attempt|7|1|40|time limit")
+    assert (told.state, told.job, told.elapsed, told.restart) == ("running", "8", "0:10", 1)
+    waiting = state("queue-answers|yes", link_1, "queue|8|PENDING|Priority|0:00|2|x", "job|7|8", "attempt|7|0|40|x")
+    assert (waiting.state, waiting.reason) == ("requeued", "Priority")
+
+
+def test_the_links_of_others_are_not_mine() -> None:
+    told = jobs.parse_status("job|1|2\njob|3|4\naccount|2|TIMEOUT|0:0|1|1|x\naccount|4|COMPLETED|0:0|1|1|x", ["1", "3"])
+    assert (told["1"].state, told["3"].state) == ("timeout", "succeeded")
+
+
+# --- what the run's own files add ---------------------------------------------------------------
+
+PENDING = "queue|7|PENDING|BeginTime|0:00|2|2026-11-30T10:00:00"
+
+
+def test_a_job_that_waits_for_its_next_attempt_is_requeued() -> None:
+    told = state("queue-answers|yes", PENDING, "attempt|7|1|40|time limit")
+    assert (told.state, told.restart, told.iteration, told.reason) == ("requeued", 1, "40", "BeginTime")
+    assert state("queue-answers|yes", PENDING).state == "pending"
+
+
+def test_a_running_job_tells_how_far_it_is() -> None:
+    told = state("queue-answers|yes", "queue|7|RUNNING|None|1:00|2|x", "attempt|7|2|120|preempted")
+    assert (told.state, told.restart, told.iteration) == ("running", 2, "120")
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [("time limit", "timeout"), ("preempted", "preempted"), ("node failure", "node failure"), ("failed", "failed"),
+     ("", "failed")],
+)  # fmt: skip
+@pytest.mark.parametrize("end", ["end|7|75 7 0", ""])
+@pytest.mark.parametrize("source", ["queue|7|FAILED|None|1:00|2|x", "account|7|FAILED|75:0|1|2|x", ""])
+def test_a_run_that_saved_and_is_not_started_again_did_not_fail(
+    source: str, end: str, cause: str, expected: str
+) -> None:
+    """Nor one whose next link was taken out of the queue: that has no last word."""
+    if source or end:
+        assert state("queue-answers|yes", source, end, f"attempt|7|0||{cause}").state == expected
+
+
+def test_a_failure_names_the_rank_and_its_last_words() -> None:
+    told = state(
+        "account|7|FAILED|1:0|1|2|x", "end|7|1 7 0", "attempt|7|0||failed", "failure|7|1 by rank 3 on node2",
+        "said|7|Traceback", "said|7|ValueError: a|b",
+    )  # fmt: skip
+    assert (told.failure, told.last_words) == ("1 by rank 3 on node2", ("Traceback", "ValueError: a|b"))
+    assert state("queue-answers|yes", "queue|7|RUNNING|None|1|2|x", "failure|7|1 by rank 3 on node2").failure == ""
+
+
+def test_a_run_can_have_advice() -> None:
+    assert state("account|7|COMPLETED|0:0|1|2|x", "advice|7|--stop-before should be more").advice.endswith("be more")
+
+
+def test_what_is_unknown_has_an_age() -> None:
+    assert state("age|7|300").age == 300
+    assert state("account|7|COMPLETED|0:0|1|2|x", "age|7|300").age is None
+
+
+def test_completed_with_a_code_is_no_success() -> None:
+    assert state("account|7|COMPLETED|3:0|1|2|x").state == "failed"

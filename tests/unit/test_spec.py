@@ -39,7 +39,7 @@ def test_a_run_reads_back_from_its_run_yaml(
         overrides=overrides,
         profile_env={"A": "007", "B": "no", "C": "~", "D": "", "E": "4:00:00", "F": " x ", "G": "base64:x"},
         args=("m", *args),
-        parents=(Parent("20261130-120000-quantize-000000", "12", "/r/x"),),
+        parents=(Parent("20261130-120000-quantize-000000", "/r/x", "afternotok"),),
         origins={"time": "--time"},
     )
     assert written_down(spec, tmp_path_factory.mktemp("spec")) == spec

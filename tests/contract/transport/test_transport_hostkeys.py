@@ -145,3 +145,10 @@ def test_certificate_authority_is_told_as_unsupported(sshd: Sshd, write_config: 
     known = f"{sshd.known_hosts_line()}@cert-authority * {public(sshd.host_key('ecdsa'))}\n"
     with transport.open("lab", "paramiko", ssh_config=write_config(sshd, known=known)) as place:
         assert "@cert-authority" in " ".join(place.warnings)  # type: ignore[attr-defined]
+
+
+def test_a_certificate_authority_that_might_have_known_the_host_is_named(sshd: Sshd, write_config: WriteConfig) -> None:
+    config = write_config(sshd, known=f"@cert-authority * {public(sshd.host_key('ecdsa'))}\n")
+    with pytest.raises(HostKeyUnknown) as caught:
+        run("paramiko", config)
+    assert "@cert-authority is not supported here" in caught.value.fix

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlmsub.transport import LocalTransport, Result, ssh_config
+from mlmsub.transport import LocalTransport, ssh_config
 from mlmsub.transport.errors import AuthFailed, ConnectFailed
 from mlmsub.transport.hostkeys import KnownHosts, append, fingerprint, lookup_name, parse
 from mlmsub.transport.openssh import classify
-from mlmsub.transport.testing import Call, FakeTransport
 from mlmsub.transport.wire import Frame, make_request
 
 MARKER = b"mlmsub-0123"
@@ -178,19 +177,6 @@ def test_what_ssh_says_becomes_a_typed_error(said: str, kind: type[Exception], p
     assert error.fix
 
 
-def test_the_shipped_fake() -> None:
-    lines: list[bytes] = []
-    with FakeTransport(lambda call: Result(4, b"a\nb\n", call.stdin)) as fake:
-        assert fake.run("one", iter([b"x", b"y"]), timeout=3) == Result(4, b"a\nb\n", b"xy")
-        assert fake.stream("two", lines.append) == 4
-    assert fake.calls == [Call("one", b"xy", 3), Call("two", b"", None, streamed=True)]
-    assert lines == [b"a\n", b"b\n"]
-    assert fake.closed
-
-
 def test_paramiko_is_imported_only_when_a_connection_by_it_is_opened() -> None:
-    code = (
-        "import sys, mlmsub.transport, mlmsub.transport.testing; mlmsub.transport.open().run('true'); "
-        "sys.exit('paramiko' in sys.modules)"
-    )
+    code = "import sys, mlmsub.transport; mlmsub.transport.open().run('true'); sys.exit('paramiko' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
