@@ -155,10 +155,11 @@ def run_case(name: str, device: str, tiny: bool) -> dict[str, object]:
     """Build the model, do the work once with everything in place, return the line to print."""
     import torch
 
-    from mlmsub.runtime import distributed, megatron_args, model
+    from mlmsub.runtime import distributed, megatron_args
     from mlmsub.runtime.env import Env
     from mlmsub.runtime.env import Layout as RuntimeLayout
     from mlmsub.runtime.modelconf import ModelConf
+    from mlmsub.runtime.models import model
 
     case = CASES[name]
     args_of_model = case.megatron_args(tiny)
@@ -233,7 +234,7 @@ def forward(net: Any, args: Any, work: memory.Work, device: str) -> Any:
     import modelopt.torch.quantization as mtq
     import torch
 
-    from mlmsub.runtime import calibration
+    from mlmsub.runtime.quantization import calibration
 
     tokens, positions = batch(args, work, device)
     if work.logits:
@@ -314,7 +315,7 @@ def without_transformer_engine() -> None:
     from megatron.core.post_training.modelopt.layers import Linear
     from modelopt.torch.speculative.plugins import megatron_eagle
 
-    from mlmsub.runtime.attention import TorchAttention, torch_norm
+    from mlmsub.runtime.models.attention import TorchAttention, torch_norm
 
     if HAVE_TE:
         return
@@ -384,7 +385,7 @@ def preload() -> None:
     for name in (
         "megatron.training.arguments", "megatron.training.models.gpt", "megatron.core.distributed",
         "megatron.core.optimizer", "modelopt.torch.quantization", "modelopt.torch.speculative", "modelopt.torch.export",
-        "mlmsub.runtime.model", "mlmsub.runtime.calibration",
+        "mlmsub.runtime.models.model", "mlmsub.runtime.quantization.calibration",
     ):  # fmt: skip
         importlib.import_module(name)
 
