@@ -1,7 +1,7 @@
 """Write a Hugging Face checkpoint with random weights in the shape of a known model, and a file of random text.
 
     python benchmarks/models.py SHAPE FOLDER --tokenizer FOLDER   # SHAPE: smollm2, llama-8b or llama-8b-half
-    python benchmarks/models.py tiny FOLDER --tokenizer FOLDER    # SmolLM2's with two layers
+    python benchmarks/models.py tiny FOLDER --tokenizer FOLDER    # SmolLM2's with four layers
 
 The tokenizer is a folder with tokenizer.json and its configs, such as SmolLM2's (49152 tokens); every shape has its
 vocabulary. The weights are made on the GPU if there is one: 15 GB of random numbers take minutes on a CPU.
@@ -37,7 +37,7 @@ LLAMA_8B = {
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": SMOLLM2,
-    "tiny": {**SMOLLM2, "num_hidden_layers": 2},
+    "tiny": {**SMOLLM2, "num_hidden_layers": 4},
     "llama-8b": LLAMA_8B,
     "llama-8b-half": {**LLAMA_8B, "num_hidden_layers": 16},
 }

@@ -5,6 +5,7 @@
 Parts, in this order unless --only names some; each prints and saves its rows at its end:
     smollm2-chain        first save, quantize -> export: two processes of the reference, one of mlmsub
     smollm2-start        process start to the first weights read, the median of three
+    smollm2-composed     mlmsub alone: quantize, export and generate as three processes, and as one
     llama-8b-4096        FP8 calibration on the shape of an 8B, 4096 tokens
     jit                  the FP8 kernel: compiled by a node's first process, found by its second
     smollm2-calibration  FP8 and NVFP4, 512 tokens
@@ -273,6 +274,23 @@ def smollm2_start(bench: Bench) -> None:
     bench.row("SmolLM2: process start to first useful work", "s", *medians, "2x", f"of {spread}")
 
 
+def smollm2_composed(bench: Bench) -> None:
+    """quantize, export and generate: one process each, and all in one, which saves no checkpoint for the others."""
+    save, hf, flags = bench.work / "mlmsub-one", bench.work / "mlmsub-one-hf", "--calib-size 128"
+    words = ["smollm2", "FP8_DEFAULT_CFG", "The capital of France is"]
+    runs = [
+        bench.ours("one-quantize", "quantize", *words[:2], MLM_EXTRA_ARGS=flags, MLM_MODEL_SAVE=save),
+        bench.ours("one-export", "export", words[0], MLM_MODEL_CKPT=save, EXPORT_DIR=hf),
+        bench.ours("one-generate", "generate", words[0], words[2], MLM_MODEL_CKPT=save, MLM_WORK_DIR=bench.work),
+    ]
+    folders = {"EXPORT_DIR": bench.work / "mlmsub-all-hf", "MLM_WORK_DIR": bench.work / "all"}
+    whole = bench.ours("one-all", "quantize+export+generate", *words, MLM_EXTRA_ARGS=flags, **folders)
+    apart = " + ".join(f"{run.whole:.1f}" for run in runs)
+    bench.row(
+        "SmolLM2: quantize, export, generate, of mlmsub", "s", sum(run.whole for run in runs), whole.whole, "2x", apart
+    )
+
+
 def smollm2_calibration(bench: Bench) -> None:
     """Calibration at 512 tokens on SmolLM2's shape."""
     for name, wanted in (("FP8", "15x"), ("NVFP4", "10x")):
@@ -338,8 +356,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/mlmsub-bench"), help="scratch, 50 GB")
     parser.add_argument("--out", type=Path, default=Path("stages-bench"), help="logs, results.json, table.md")
     parts = {
-        "smollm2-chain": smollm2_chain, "smollm2-start": smollm2_start, "llama-8b-4096": llama_8b_4096, "jit": jit,
-        "smollm2-calibration": smollm2_calibration, "llama-8b-512": llama_8b_512,
+        "smollm2-chain": smollm2_chain, "smollm2-start": smollm2_start, "smollm2-composed": smollm2_composed,
+        "llama-8b-4096": llama_8b_4096, "jit": jit, "smollm2-calibration": smollm2_calibration,
+        "llama-8b-512": llama_8b_512,
     }  # fmt: skip
     parser.add_argument("--only", choices=parts, nargs="+", default=list(parts), metavar="PART")
     given = parser.parse_args()

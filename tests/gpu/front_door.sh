@@ -4,10 +4,11 @@
 #
 #   tests/gpu/front_door.sh FOLDER [PART...]     FOLDER is made anew; run as root
 #
-# Parts, both unless some are named:
-#   stages   convert, quantize, export, then quantize+export+generate as one job
+# Parts, all unless some are named; a job that waits for its second attempt leaves the node to the others:
 #   drafts   eagle3 with a time limit that comes in the middle: it saves, is requeued, goes on, and measures the acceptance
 #            length; export of the draft; both for the twin too, without an interruption. 5 minutes
+#   stages   convert, quantize, export, then quantize+export+generate as one job
+#   tools    generate, mmlu on questions of our own, prune, convert+validate, extract
 #
 # The image is this machine's own root, so the job has this machine's Python, torch and driver. Settings, by environment:
 #   SLURM_LAB        the script that starts the cluster: `LAB start 1`, `LAB stop`, `LAB env`
@@ -25,7 +26,7 @@ folder=$(realpath -m "${1:?which folder?}")
 python=$(command -v "${PYTHON:-python3}")
 root=$(realpath "${BASH_SOURCE[0]%/*}/../..")
 model=HuggingFaceTB/SmolLM2-135M-Instruct
-(($# > 1)) && parts=("${@:2}") || parts=(stages drafts)
+(($# > 1)) && parts=("${@:2}") || parts=(drafts stages tools)
 libraries=${PYTHONPATH-}
 kernels=${MLMSUB_EXTENSIONS_DIR-}
 export PYTHONPATH=$root${libraries:+:$libraries}
@@ -65,7 +66,7 @@ import random, json, sys
 from pathlib import Path
 tests, folder = Path(sys.argv[1]), Path(sys.argv[2])
 sys.path[:0] = [str(tests / "stages"), str(tests / "gpu")]
-import gpurig
+import gpurig, test_mmlu
 gpurig.make_model(folder / "twin", *gpurig.FAMILIES["kimi-k2"])
 words = (tests.parent / "mlmsub" / "runtime" / "quantization" / "calibration.txt").read_text().split()
 draw = random.Random(3)
@@ -74,6 +75,9 @@ draw = random.Random(3)
 with (folder / "data" / "train.jsonl").open("w") as lines:
     for _ in range(4000):
         lines.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randrange(10, 80)))}) + "\n")
+(folder / "ask").mkdir()
+(folder / "ask" / "prompts.txt").write_text("".join(" ".join(draw.choices(words, k=20)) + "\n" for _ in range(40)))
+test_mmlu.write_csv(folder / "ask" / "mmlu")
 PY
 run conf from-hf "$folder/twin" -o "$folder/twin.yaml" --name test/twin
 {
@@ -92,6 +96,7 @@ mounts:
   - $folder/model:$folder/model:ro
   - $folder/twin:$folder/twin:ro
   - $folder/data:$folder/data:ro
+  - $folder/ask:$folder/ask:ro
 YAML
     # what lies under the container's own /tmp, or on another file system than the root's
     { tr : '\n' <<<"$libraries" && echo "$kernels" && "$python" -c 'import sys; print(sys.prefix)'; } | sed -n 's/..*/  - &:&:ro/p'
@@ -105,6 +110,19 @@ part_stages() {
     submit quantize+export+generate "$model" FP8_DEFAULT_CFG \
         --set "MLM_EXTRA_ARGS=${FLAGS:-} --max-new-tokens 16" --set MLM_WORK_DIR=/workspace/scratch/composed --after "$id"
     ((expected += 4))
+}
+part_tools() {
+    local to=/workspace/scratch/tools layers=24
+    [[ $SHAPE == smollm2 ]] || layers=3
+    submit generate "$model" --set "PROMPTS_PATH=$folder/ask/prompts.txt" --set MLM_EXTRA_ARGS="--osl 16"
+    submit mmlu "$model" --set "MMLU_DATA=$folder/ask/mmlu" --set MLM_EXTRA_ARGS="--few-shots 2"
+    submit prune "$model" --set "TARGET_NUM_LAYERS=$layers" --set "MLM_MODEL_SAVE=$to/pruned" \
+        --set "MLM_EXTRA_ARGS=--calib-size 16 --calib-max-sequence-length 128"
+    submit convert+validate "$model" --set "MLM_MODEL_SAVE=$to/drafted" --set "PROMPTS_PATH=$folder/ask/prompts.txt" \
+        --set MLM_WORK_DIR=$to --set "MLM_EXTRA_ARGS=--algorithm eagle3 --osl 16 --steps 2"
+    submit extract "$model" --set "EXTRACT_DIR=$to/states" --set MLM_WORK_DIR=$to --set MLM_EXTRA_ARGS="--seq-length 512" \
+        --set "MLM_DATA_ARGS=--finetune-hf-dataset $folder/data --train-samples 16 --split 100,0,0"
+    ((expected += 5))
 }
 # train MODEL SOURCE NAME ITERATIONS [ARG...]: a draft in the scratch's folder NAME, then its export
 train() {

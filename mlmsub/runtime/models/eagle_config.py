@@ -135,6 +135,9 @@ def require_same(given: dict[str, Any], own: dict[str, Any], place: Path) -> Non
 
 def layers(ids: Any, count: int) -> list[int]:
     """The layers of a base with ``count`` of them whose states a draft reads, in the order of their states."""
+    if count < SERVED_LAYERS:
+        problem = f"the base has {count} layers, and a draft reads {SERVED_LAYERS} different ones."
+        raise StageError("--num-layers", problem, "train a draft for a deeper model.")
     good = isinstance(ids, list) and all(map(_whole, ids)) and len(ids) == len(set(ids)) == SERVED_LAYERS
     if not good or not all(0 <= layer < count for layer in ids):
         raise StageError(
