@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mlmsub.runtime.checkpoints import hf_import
@@ -60,7 +62,7 @@ def opened(source: Path, conf: Path) -> Iterator[Session]:
         (Path(folder) / "conf").mkdir()
         shutil.copy(conf, Path(folder) / "conf" / "model.yaml")
         os.environ |= {"MLMSUB_RUN_DIR": folder, "HF_MODEL_CKPT": str(source)}
-        job = Job("generate", conf.stem, [], Env(), Steps())
+        job = Job("generate", yaml.safe_load(conf.read_text())["model"], [], Env(), Steps())
         with start(job, job.conf(), job.env.layout(), generate._add_arguments, []) as session:
             yield session
 

@@ -144,3 +144,15 @@ def test_megatron_finds_what_it_looks_for(stage: Runner, source: Path, data: Pat
         assert steps == {ITERATIONS}
         for (name, got), want in zip(theirs.module.named_parameters(), ours.parameters(), strict=True):
             assert torch.allclose(got.float(), want.float(), atol=0.02), name
+
+
+def test_an_optimizer_that_counts_steps_in_its_groups_keeps_the_count() -> None:
+    """Transformer Engine's Adam does; it cannot save a state that has a count for each parameter."""
+    from types import SimpleNamespace
+
+    from mlmsub.runtime.training import state
+
+    own = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    own.param_groups[0]["step"] = 3
+    state._restore_step(SimpleNamespace(optimizer=own))
+    assert own.param_groups[0]["step"] == 3 and not own.state

@@ -52,6 +52,15 @@ def prepare(env: Env, model: Any, compile_fp8: bool = True) -> None:
             _prepare(env, name)
 
 
+def prepare_evaluation(env: Env, model: Any) -> None:
+    """Look whether the quantizers of a model that is only evaluated are calibrated, and have their kernels ready.
+
+    FP8's is used if the node has it and not compiled else: most evaluations end sooner in the eager form.
+    """
+    formats.check_calibrated(model)
+    prepare(env, model, compile_fp8=False)
+
+
 def prepare_formats(env: Env, configs: list[formats.Config]) -> None:
     """The same before a model is quantized, for a calibration that runs the model in these formats (AWQ, a search)."""
     import torch

@@ -25,7 +25,7 @@ from mlmsub.runtime.models import eagle
 from mlmsub.runtime.models.eagle_config import LAYERS
 from mlmsub.runtime.outputs import Growing
 from mlmsub.runtime.progress import say
-from mlmsub.runtime.quantization import formats
+from mlmsub.runtime.quantization import extensions, formats
 from mlmsub.runtime.session import Job, Session
 from mlmsub.runtime.stage import BaseStage
 from mlmsub.runtime.training import arguments, record, stopping
@@ -67,7 +67,7 @@ class Stage(BaseStage):
         layers = distributed.on_main(lambda: eagle.architecture(args, eagle.given(args))[LAYERS])
         data = dataset.of(self.job, session)
         model = self.model(session, model)
-        formats.check_calibrated(model)
+        extensions.prepare_evaluation(self.env, model)
         if getattr(model, "eagle_offline", False):
             raise StageError("MLM_MODEL_CKPT", "the base of an offline draft has no layers.", "give the whole model.")
         if getattr(model, "eagle_module", None) is not None:

@@ -17,6 +17,7 @@ from mlmsub.runtime.errors import StageError, writing
 from mlmsub.runtime.generation import prompts
 from mlmsub.runtime.generation.prompts import Prompt
 from mlmsub.runtime.progress import say, warn
+from mlmsub.runtime.quantization import extensions
 from mlmsub.runtime.session import Job, Session
 from mlmsub.runtime.stage import BaseStage
 
@@ -52,6 +53,7 @@ class Stage(BaseStage):
         asked = _prompts(self.env, session, self.job.words)
         self.begin(self.target)
         model = self.model(session, model)
+        extensions.prepare_evaluation(self.env, model)
         complete(self.job, session, model, asked, self.target.part)
         self.publish(self.target)
         return model

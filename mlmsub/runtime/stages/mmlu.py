@@ -15,7 +15,7 @@ from mlmsub.runtime.evaluation import mmlu, mmlu_score
 from mlmsub.runtime.evaluation.mmlu import LETTERS, Exam, Subject
 from mlmsub.runtime.megatron_args import positive
 from mlmsub.runtime.progress import say, warn
-from mlmsub.runtime.quantization import formats
+from mlmsub.runtime.quantization import extensions
 from mlmsub.runtime.session import Job, Session
 from mlmsub.runtime.stage import BaseStage
 
@@ -110,7 +110,7 @@ def _score(job: Job, session: Session, model: Any, origin: str, exam: Exam) -> A
     if getattr(model, "eagle_module", None) is not None:
         raise StageError(checkpoint.FIELD, f"{origin} has a draft.", "score the checkpoint that it was made from.")
     device = next(model.parameters()).device.type
-    formats.check_calibrated(model)
+    extensions.prepare_evaluation(job.env, model)
     names = distributed.gather(str(get_quantization_format(model)))
     if device == "cpu" and any("nvfp4" in name for name in names):
         raise StageError(checkpoint.FIELD, f"{origin} is in NVFP4, which modelopt computes on GPUs only.")

@@ -62,7 +62,10 @@ class Stage(BaseStage):
         samples = None
         if plan.needs_samples:
             open_tokenizer = partial(hf.tokenizer, session.source, session.conf)
-            samples = calibration_data.samples(args, data, self.env, open_tokenizer)
+            with job.steps(
+                "data", f"{data.name}, {args.calib_size} samples of {args.calib_max_sequence_length} tokens"
+            ):
+                samples = calibration_data.samples(args, data, self.env, open_tokenizer)
         self.begin(self.target)
         distributed.agree(self._drafted(session, model))
         model = self.model(session, model)

@@ -14,7 +14,7 @@ from mlmsub.runtime.errors import CheckFailed, StageError, writing
 from mlmsub.runtime.generation import prompts
 from mlmsub.runtime.megatron_args import positive
 from mlmsub.runtime.progress import say, warn
-from mlmsub.runtime.quantization import formats
+from mlmsub.runtime.quantization import extensions
 from mlmsub.runtime.session import Job, Session
 from mlmsub.runtime.stage import BaseStage
 from mlmsub.runtime.training import record
@@ -58,7 +58,7 @@ class Stage(BaseStage):
         asked, truth = distributed.on_main(lambda: self._inputs(session))
         self.begin(self.result)
         model = self.model(session, model) if self.job.live else self._whole(session)
-        formats.check_calibrated(model)
+        extensions.prepare_evaluation(self.env, model)
         ends = prompts.end_tokens(session.source, hf.tokenizer(session.source, session.conf))
         settings = acceptance.Settings(args.steps, args.osl, ends, args.validate_batch_size)
         with self.job.steps("validate", f"{len(asked)} prompts, {args.steps} draft steps, up to {args.osl} tokens"):

@@ -233,11 +233,12 @@ def _fill_optimizer(optimizer: Any) -> None:
 
 def _restore_step(optimizer: Any) -> None:
     """megatron-core 0.19.2's distributed optimizer loads torch's Adam with the step count that it had before the load,
-    which its bias correction would then begin with; the checkpoint's is in the parameter groups."""
+    which its bias correction would then begin with; the checkpoint's is in the parameter groups, where Transformer
+    Engine's Adam keeps its own."""
     import torch
 
     for one in _torch_optimizers(optimizer):
-        for group in one.param_groups:
+        for group in one.param_groups if isinstance(one, torch.optim.Adam) else ():
             step = group.pop("step", None)
             for parameter in group["params"] if step is not None else ():
                 one.state[parameter]["step"] = torch.tensor(float(step))
