@@ -113,20 +113,21 @@ saved_early() {
 # Ends this attempt, whose ranks have saved before the time limit, and leaves the rest to the chain's next link, or has
 # Slurm start this job again.
 start_again() {
-    local why
+    local why saved
+    saved="all is saved (iteration $(saved_iteration))" # asked now: a requeue ends this shell's children
     check_margin "saving took $((SECONDS - asked_at)) s" $((SECONDS - asked_at + 120))
     note 'time limit' 0 "$SECONDS" || why='state/attempts.jsonl cannot be written (is the file system full?)'
     if [[ ${why-} ]] || why=$(bound $((restart + 1))); then
-        tell "the time limit is near, all is saved, and the run is not started again: $why"
+        tell "the time limit is near, $saved, and the run is not started again: $why"
     elif [[ ! $ended ]] && later >/dev/null; then
-        tell "the time limit is near and all is saved (iteration $(saved_iteration)): the chain's next job goes on"
+        tell "the time limit is near and $saved: the chain's next job goes on"
         exit 75
     elif [[ ! $ended ]] && why=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then # after SIGTERM it would undo an scancel
-        tell "the time limit is near and all is saved (iteration $(saved_iteration)): requeued"
+        tell "the time limit is near and $saved: requeued"
         sleep 300 # Slurm ends this shell; what it does at that is not the run's last word
         exit 75
     else
-        tell "the time limit is near, all is saved, and Slurm does not requeue this job (${why:-it was cancelled})." \
+        tell "the time limit is near, $saved, and Slurm does not requeue this job (${why:-it was cancelled})." \
             "To go on, submit the same again; with --requeue or --chain it does so by itself"
     fi
     finish 75 noted

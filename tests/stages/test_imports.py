@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rig import make_tokenizer
 
 from mlmsub.runtime.models import imports
 
 TRAINER = {
     "transformers.trainer", "datasets", "modelopt.torch.quantization.plugins.huggingface",
-    "transformers.modeling_utils", "scipy.stats",
+    "transformers.modeling_utils", "scipy.stats", "scipy.interpolate", "scipy.spatial", "scipy.optimize",
+    "megatron.core.resharding.execution",
 }  # fmt: skip
 COMPILER = {"torch._inductor.compile_fx", "torch._dynamo"}
 TELL = """
@@ -88,6 +90,28 @@ def test_what_is_handed_out_instead_is_the_real_one_when_it_is_called(monkeypatc
         AutoProcessor.from_pretrained("/nowhere/at/all")
     assert transformers.AutoProcessor.__module__.startswith("transformers.")
     assert importlib.import_module("scipy.stats").norm is not None
+
+
+def test_a_tokenizer_brings_no_way_to_generate_text(tmp_path: Path) -> None:
+    """Which would bring the compiler, and scikit-learn where it is installed. Afterwards it is the real one."""
+    make_tokenizer(tmp_path)
+    ask = f"""
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from mlmsub.runtime.models import model
+model.prepare()
+from mlmsub.runtime.checkpoints import hf
+assert hf.tokenizer(Path({str(tmp_path)!r}), SimpleNamespace(trust_remote_code=False))("tea")["input_ids"]
+assert "transformers.generation.utils" not in sys.modules and "torch._dynamo" not in sys.modules
+from transformers import GenerationMixin
+assert GenerationMixin.generate
+"""
+    path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_decorated_function_is_compiled_once_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,10 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def tokenizer(folder: Path, conf: ModelConf) -> Any:
-    from transformers import AutoTokenizer
+    from mlmsub.runtime.models import imports
+
+    with imports.without_generation():
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=conf.trust_remote_code)

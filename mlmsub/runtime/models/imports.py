@@ -32,8 +32,8 @@ def lean() -> Iterator[None]:
         importlib.import_module("torch")
         with ExitStack() as stack:
             for part in (
-                compiled_when_called, without_plugins, without_compiler, without_scipy, yaml_in_c, packages_by_record,
-                without_processors,
+                compiled_when_called, without_plugins, without_compiler, without_scipy, without_resharding, yaml_in_c,
+                packages_by_record, without_processors,
             ):  # fmt: skip
                 stack.enter_context(part())
             yield
@@ -127,22 +127,63 @@ def without_compiler() -> Iterator[None]:
 
 @contextmanager
 def without_scipy() -> Iterator[None]:
-    """modelopt 0.47: all of scipy.stats for the entropy of a histogram, which no calibration here asks for.
+    """modelopt 0.47: parts of scipy for the entropy of a histogram, searches and fits that no stage makes."""
+    with (
+        _called_when_needed("scipy.stats", "entropy"),
+        _called_when_needed("scipy.optimize", "curve_fit"),
+        _called_when_needed("scipy.interpolate", "LinearNDInterpolator", "interp1d"),
+        _called_when_needed("scipy.spatial", QhullError=RuntimeError),  # which it is a kind of
+    ):
+        yield
 
-    The function that is handed out instead imports it when it is called.
-    """
-    name = "scipy.stats"
+
+@contextmanager
+def without_resharding() -> Iterator[None]:
+    """megatron-core 0.19.2: weights of a training go to an inference model of another layout by it; with it come
+    nvshmem's and CUDA's Python packages, where they are installed."""
+    package = "megatron.core.resharding"
+    with _called_when_needed(package), _called_when_needed(f"{package}.refit", "swap_model_weights"):
+        yield
+
+
+@contextmanager
+def _called_when_needed(name: str, *functions: str, **others: Any) -> Iterator[None]:
+    """Within it module ``name`` has these functions alone, which import the real one when they are called."""
     if name in sys.modules:
         yield
         return
     stand_in: Any = types.ModuleType(name)
-    stand_in.entropy = lambda *args, **options: importlib.import_module(name).entropy(*args, **options)
+    stand_in.__path__ = []
+    vars(stand_in).update(others)
+    for function in functions:
+        setattr(stand_in, function, functools.partial(_call, name, function))
     sys.modules[name] = stand_in
     try:
         yield
     finally:
         if sys.modules.get(name) is stand_in:
             del sys.modules[name]
+
+
+def _call(module: str, function: str, *args: Any, **options: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(*args, **options)
+
+
+@contextmanager
+def without_generation() -> Iterator[None]:
+    """transformers 5.14: its tokenizers import its own way to generate text, with scikit-learn and the compiler.
+
+    Not in ``lean``: it is for the first tokenizer. Remote code of models, which no stage runs, would not be given it.
+    """
+    names = vars(importlib.import_module("transformers.generation"))
+    if "GenerationMixin" in names:
+        yield
+        return
+    names["GenerationMixin"] = type("GenerationMixin", (), {})
+    try:
+        yield
+    finally:
+        del names["GenerationMixin"]
 
 
 @contextmanager
