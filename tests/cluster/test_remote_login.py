@@ -21,6 +21,7 @@ PASSWORD_THEN_CODE = "AuthenticationMethods password,keyboard-interactive:pam"
 def strict_node(lab: Lab) -> Iterator[LoginNode]:
     """A login node that wants a password, then a code; PAM takes two fixed words."""
     binary, check, service = lab.directory / SERVICE, lab.directory / "check", Path("/etc/pam.d") / SERVICE
+    binary.unlink(missing_ok=True)  # a session of the last server may still run it
     shutil.copy2(SSHD, binary)
     check.write_text(f'#!/bin/sh\nx=$(tr -d "\\0")\n[ "$x" = "{PASSWORD}" ] || [ "$x" = "{CODE}" ]\n')
     check.chmod(0o755)

@@ -151,7 +151,7 @@ def test_three_layers_fit_any_base(count: int) -> None:
 
 
 def test_a_base_of_two_layers_has_too_few(base: Namespace, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="3 different layers"):
+    with pytest.raises(StageError, match="base has 2 layers"):
         asked(Namespace(**{**vars(base), "num_layers": 2}), tmp_path / "draft.json", "{}")
 
 
