@@ -19,7 +19,7 @@
 #   MLMSUB_EXTENSIONS_DIR   compiled kernels, if there are any
 #   FLAGS            more arguments of quantize, as one MLM_EXTRA_ARGS
 #   SHAPE=smollm2    of the first model, as benchmarks/models.py names it: tiny for a machine without a GPU
-#   ITERATIONS=1300 ROWS=8   of the draft, and rows of each: so many that the signal comes before the last
+#   ITERATIONS=450 ROWS=8   of the draft, and rows of each: so many that the signal comes before the last
 #   TIME=3 BEFORE=60         the time limit in minutes, and the seconds before it at which Slurm signals, or a minute earlier
 set -euo pipefail
 folder=$(realpath -m "${1:?which folder?}")
@@ -140,7 +140,7 @@ train() {
     ((expected += 2))
 }
 part_drafts() {
-    train "$model" "$folder/model" smollm2 "${ITERATIONS:-1300}" \
+    train "$model" "$folder/model" smollm2 "${ITERATIONS:-450}" \
         --time "${TIME:-3}" --stop-before "${BEFORE:-60}" --allow stop-before --requeue
     train "$folder/twin.yaml" "$folder/twin" twin 20
 }
