@@ -92,18 +92,7 @@ class Bench:
     def prepare(self) -> None:
         self.work.mkdir(parents=True)
         self.out.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(self.reference, self.work / "reference", symlinks=True)
-        # the installed megatron.core goes with this tree's other packages
-        shutil.rmtree(self.work / "reference" / "megatron" / "core", ignore_errors=True)
-        scripts = self.scripts
-        shutil.copy(ROOT / "benchmarks" / "reference_hooks.py", scripts)
-        for script in ("quantize.py", "export.py"):
-            text = (scripts / script).read_text()
-            main = 'if __name__ == "__main__":\n'
-            assert text.count(main) == 1, f"{script} is not that of core_r0.19.0"
-            # below the guard: the save's spawned child imports the script again
-            hooked = f"{main}    import reference_hooks\n\n    reference_hooks.install(globals())\n"
-            (scripts / script).write_text(text.replace(main, hooked))
+        copy_reference(self.reference, self.work / "reference", "reference_hooks", ("quantize.py", "export.py"))
         own = [str(ROOT / "mlmsub"), str(self.work / "reference")]
         folders = [*filter(None, path().split(":")), sysconfig.get_path("purelib"), *own]
         compile_all = [sys.executable, "-m", "compileall", "-qq", "-j0", *folders]
@@ -212,6 +201,22 @@ class Bench:
             numbers = f"{row['reference']:.2f} | {row['mlmsub']:.2f} | {row['ratio']:.1f}x"
             lines.append(f"| {row['what']} | {row['unit']} | {numbers} | {row['wanted']} | {row['more']} |")
         return "\n".join(lines)
+
+
+def copy_reference(tree: Path, scratch: Path, hooks: str, hooked: tuple[str, ...]) -> None:
+    """Copy Megatron-LM without megatron.core: the installed one goes with its other packages. The scripts ``hooked``
+    of its modelopt examples call ``install`` of ``hooks``, a module beside this one, before all else."""
+    shutil.copytree(tree, scratch, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".git"))
+    shutil.rmtree(scratch / "megatron" / "core", ignore_errors=True)
+    scripts = scratch / "examples" / "post_training" / "modelopt"
+    shutil.copy(ROOT / "benchmarks" / f"{hooks}.py", scripts)
+    main = 'if __name__ == "__main__":\n'
+    for script in hooked:
+        text = (scripts / script).read_text()
+        assert text.count(main) == 1, f"{script} is not that of core_r0.19.0"
+        # below the guard: the save's spawned child imports the script again
+        install = f"{main}    import {hooks}\n\n    {hooks}.install(globals())\n"
+        (scripts / script).write_text(text.replace(main, install))
 
 
 def path() -> str:

@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from stages import PEAK, ROOT, path
+from stages import PEAK, ROOT, copy_reference, path
 
 sys.path.insert(0, str(ROOT))
 
@@ -136,16 +136,8 @@ class Bench:
     def prepare(self) -> None:
         self.work.mkdir(parents=True)
         self.out.mkdir(parents=True, exist_ok=True)
-        scratch = self.work / "reference"  # without megatron.core: the installed one goes with its other packages
-        shutil.copytree(self.reference, scratch, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".git"))
-        shutil.rmtree(scratch / "megatron" / "core", ignore_errors=True)
-        shutil.copy(ROOT / "benchmarks" / "training_hooks.py", self.scripts)
-        for script in ("convert_model.py", "finetune.py"):
-            text = (self.scripts / script).read_text()
-            main = 'if __name__ == "__main__":\n'
-            assert text.count(main) == 1, f"{script} is not that of core_r0.19.0"
-            hooked = f"{main}    import training_hooks\n\n    training_hooks.install(globals())\n"
-            (self.scripts / script).write_text(text.replace(main, hooked))
+        scratch = self.work / "reference"
+        copy_reference(self.reference, scratch, "training_hooks", ("convert_model.py", "finetune.py"))
         look = "import torch; print(torch.cuda.is_available())"  # in another process: this one takes no GPU memory
         self.gpu = "True" in subprocess.check_output([sys.executable, "-c", look], text=True)
         folders = [*filter(None, path().split(":")), str(ROOT / "mlmsub"), str(scratch)]

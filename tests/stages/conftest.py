@@ -9,6 +9,7 @@ import pytest
 
 if importlib.util.find_spec("megatron") and importlib.util.find_spec("modelopt"):
     from rig import Result, Runner, make_conf, make_llama, session
+    from training_rig import in_fp32, write_data
 else:  # the submit side alone is installed: tests/bootstrap.sh has said why
     collect_ignore_glob = ["test_*.py"]
 
@@ -33,6 +34,19 @@ def tied_source(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def stage(folder: Path) -> Runner:
     return Runner(folder / "runs", make_conf(folder / "model.yaml"))
+
+
+@pytest.fixture(scope="module")
+def fp32(stage: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """The same stages on the same model, computed in float32."""
+    folder = tmp_path_factory.mktemp("fp32")
+    return Runner(folder / "runs", in_fp32(stage.conf, folder / "model.yaml"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts to train on."""
+    return write_data(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 @pytest.fixture(scope="session")

@@ -12,20 +12,9 @@ import torch
 import yaml
 from rig import MODEL, Runner, make_tokenizer
 from test_calibration import events
-from training_rig import in_fp32, iterations, variables, write_data
+from training_rig import iterations, variables
 
 SIZES = {"num_layers": 3, "hidden_size": 96, "ffn_hidden_size": 160, "kv_channels": 24}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "texts.jsonl")
-
-
-@pytest.fixture(scope="module")
-def fp32(stage: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    folder = tmp_path_factory.mktemp("fp32")
-    return Runner(folder / "runs", in_fp32(stage.conf, folder / "model.yaml"))
 
 
 def make_teacher(folder: Path, vocabulary: int) -> Path:

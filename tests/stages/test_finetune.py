@@ -10,21 +10,10 @@ import pytest
 import torch
 from rig import Result, Runner, in_bf16, logits, make_latent, make_latent_conf
 from test_calibration import events
-from training_rig import ITERATIONS, in_fp32, iterations, stopping, training_session, variables, write_data
+from training_rig import ITERATIONS, in_fp32, iterations, stopping, training_session, variables
 
 YARN = {"rope-type": "yarn", "rotary-scaling-factor": 4.0, "mscale": 1.0, "mscale-all-dim": 1.0}
 LLAMA3 = {"use-rope-scaling": True, "rope-scaling-factor": 8.0}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "texts.jsonl")
-
-
-@pytest.fixture(scope="module")
-def fp32(stage: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    folder = tmp_path_factory.mktemp("fp32")
-    return Runner(folder / "runs", in_fp32(stage.conf, folder / "model.yaml"))
 
 
 def with_arguments(conf: Path, file: Path, **changes: object) -> Path:

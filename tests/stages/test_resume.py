@@ -8,14 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from rig import Result, Runner
-from training_rig import ADAM, ITERATIONS, iterations, stopping, training_session, variables, write_data
+from training_rig import ADAM, ITERATIONS, iterations, stopping, training_session, variables
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 @pytest.fixture(scope="module")

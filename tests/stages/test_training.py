@@ -30,11 +30,6 @@ LATENT = [
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "texts.jsonl")
-
-
-@pytest.fixture(scope="module")
 def dense(stage: Runner, source: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("dense")
     runner = Runner(folder / "runs", in_fp32(stage.conf, folder / "model.yaml"))

@@ -13,14 +13,9 @@ import torch
 from rig import Result, Runner
 from test_calibration import events
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_rig import ADAM, iterations, logits_in_chunks, training_session, variables, write_data
+from training_rig import ADAM, iterations, logits_in_chunks, training_session, variables
 
 VOCABULARY = 512
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 class Watch(TorchDispatchMode):

@@ -1,12 +1,10 @@
 """Megatron distributed checkpoints: a tracker file and the folder it names."""
 
-import gc
 import json
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from mlmsub.runtime import distributed, modelconf
 from mlmsub.runtime.checkpoints import frozen_base
 from mlmsub.runtime.checkpoints.frozen_base import Base
 from mlmsub.runtime.errors import CheckFailed, StageError, writing
-from mlmsub.runtime.models import compat
+from mlmsub.runtime.models import compat, imports
 from mlmsub.runtime.outputs import write_json
 from mlmsub.runtime.progress import without_prints
 from mlmsub.runtime.quantization import formats
@@ -160,7 +158,8 @@ def write(
     distributed.on_main(lambda: _make_empty(here))
     strategy = checkpoint_writer.for_state(state["model"])
     try:
-        with _uncollected():
+        # plans and copies of modelopt's state are a hundred thousand objects, looked at for a third of a small save
+        with imports.uncollected():
             dist_checkpointing.save(
                 state,
                 str(here),
@@ -173,19 +172,6 @@ def write(
         raise CheckFailed("checkpoint", f"{here} cannot be written: {last_line(error)}") from error
     dist.barrier()
     distributed.on_main(lambda: _name(path, here, getattr(state["args"], "pruned", {}), notes or {}))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Plans and copies of modelopt's state are a hundred thousand objects that stay until the end: the collector would
-    look at all of the process's for each ten thousand of them, a third of a small save's time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _make_empty(here: Path) -> None:

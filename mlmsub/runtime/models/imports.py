@@ -48,12 +48,23 @@ def without_garbage_collection() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
+    with uncollected():
+        try:
+            yield
+        finally:
+            gc.freeze()  # nor does it look at them later
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within it the garbage collector does not run, which looks at all of the process for every so many objects."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # nor does it look at them later
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
