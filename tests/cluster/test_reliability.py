@@ -18,6 +18,10 @@ from faults import SOON, Training
 from lab import Lab
 from until import until
 
+TOTAL = (
+    90  # iterations of 0.5 s: more than end before the signal, which comes after 10 to 40 s, and than one attempt has
+)
+
 
 @pytest.fixture(scope="module")
 def limits(lab: Lab, installed_command: Path) -> Training:
@@ -26,13 +30,13 @@ def limits(lab: Lab, installed_command: Path) -> Training:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     made = Training(Mlmsub(lab, installed_command, home / "home").setup())
-    made.submit("again", 60, *SOON, "--requeue")
+    made.submit("again", TOTAL, *SOON, "--requeue")
     made.child("again")
     made.submit("early", 10, *SOON, "--requeue", "--set", "DEAF=1")
     made.submit("refused", 200, *SOON, "--no-requeue")
     made.submit("cancelled", 200, *SOON, "--requeue", "--set", "SLOW_SAVE=20")
     made.submit("unsaved", 200, "--time", "1", "--requeue")
-    made.submit("links", 60, *SOON, "--no-requeue", "--chain", "4")
+    made.submit("links", TOTAL, *SOON, "--no-requeue", "--chain", "4")
     made.child("links", "early")
     made.submit("unheard", 400, "--time", "1", "--chain", "2")
     return made
@@ -77,7 +81,7 @@ def test_requeue_refused(limits: Training) -> None:
 
 def test_a_time_limit_loses_nothing(limits: Training) -> None:
     assert limits.wait("again") == ("COMPLETED", "0:0"), limits.log("again")
-    assert limits.trace("again") == list(range(1, 61)), "each iteration once, in order"
+    assert limits.trace("again") == list(range(1, TOTAL + 1)), "each iteration once, in order"
     *cut, last = limits.attempts("again")
     assert cut and {attempt["cause"] for attempt in cut} == {"time limit"}
     assert [attempt["restart"] for attempt in (*cut, last)] == list(range(len(cut) + 1))
@@ -85,7 +89,7 @@ def test_a_time_limit_loses_nothing(limits: Training) -> None:
     assert limits.log("again").count("=== mlmsub") == len(cut) + 1
     assert limits.mlm.status(limits.runs["again"]["run_id"])["state"] == "succeeded"
     until(lambda: limits.seen_by_child("again"))
-    assert limits.seen_by_child("again") == "60", "what waits for a run starts after its last attempt"
+    assert limits.seen_by_child("again") == str(TOTAL), "what waits for a run starts after its last attempt"
 
 
 def test_a_time_limit_before_the_ranks_are_ready(limits: Training) -> None:
@@ -147,7 +151,7 @@ def test_a_chain_goes_on_after_a_time_limit(limits: Training) -> None:
     jobs, run = limits.jobs("links"), limits.runs["links"]
     assert len(jobs) == 5
     ends = limits.ends("links")
-    assert limits.trace("links") == list(range(1, 61)), limits.log("links")
+    assert limits.trace("links") == list(range(1, TOTAL + 1)), limits.log("links")
     *cut, last = limits.attempts("links")
     assert cut and {attempt["cause"] for attempt in cut} == {"time limit"} and last["cause"] == "finished"
     worked = [str(attempt["job"]) for attempt in (*cut, last)]
@@ -159,7 +163,7 @@ def test_a_chain_goes_on_after_a_time_limit(limits: Training) -> None:
     state = limits.mlm.status(run["run_id"])
     assert (state["state"], state["job"], state["restart"]) == ("succeeded", worked[-1], len(cut))
     until(lambda: limits.seen_by_child("links"))
-    assert limits.seen_by_child("links") == "60", "what waits for a chain and another run starts after both"
+    assert limits.seen_by_child("links") == str(TOTAL), "what waits for a chain and another run starts after both"
 
 
 def test_a_chain_does_not_go_on_after_a_failure(train: Training) -> None:
